@@ -1,0 +1,93 @@
+"""What the engine needs from whatever moves bytes.
+
+Two implementations: `decent_dp.comm.TorchCommunicator` between processes, and `decent_dp.comm.InProcessWorld` for
+virtual workers that share one process. Everything that takes time comes as a pair: a ``start_*`` method returns a
+`Handle`, and ``wait`` finishes it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class PeerFailure(Exception):  # noqa: N818 - a report of the communicator, turned into an ExchangeError with step and bucket
+    """Other workers did not answer.
+
+    Args:
+        ranks: The workers that were waited for.
+        reason: What happened, in words.
+    """
+
+    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+        super().__init__(reason)
+        self.ranks = tuple(ranks)
+        self.reason = reason
+
+
+class Handle(Protocol):
+    """Something in flight."""
+
+    def wait(self) -> None:
+        """Return once buffers are filled and payloads may be overwritten; calling it again does nothing.
+
+        On an accelerator the wait is on the current stream, not on the host.
+
+        Raises:
+            PeerFailure: If a worker died, hung, or is not at the same step.
+        """
+
+
+class Communicator(Protocol):
+    """Moves tensors between the workers of one model.
+
+    Payloads and buffers belong to the communicator from start until wait returns: nobody writes a payload, nobody reads
+    a buffer.
+    """
+
+    rank: int
+    num_workers: int
+
+    def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any]) -> None:
+        """Set up what the given cliques need, once, on all workers in the same order.
+
+        Args:
+            cliques: Every distinct set of workers that will be summed or gathered over, sorted.
+            devices: Devices of the tensors that will travel.
+        """
+
+    def start_swap(
+        self,
+        payload: Tensor,
+        send_to: Sequence[int],
+        receive_from: Sequence[int],
+        buffers: Sequence[Tensor],
+        tag: int,
+    ) -> Handle:
+        """Send one payload to some workers and receive one tensor from each of some others.
+
+        Args:
+            payload: What this worker sends, contiguous.
+            send_to: Ranks that receive it.
+            receive_from: Ranks that send to this worker.
+            buffers: One tensor like ``payload`` for each rank of ``receive_from``.
+            tag: Equal on both sides; tells exchanges of different steps and buckets apart.
+        """
+
+    def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Handle:
+        """Replace a tensor by its sum over a clique (over all workers without ``ranks``), in place."""
+
+    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int]) -> Handle:
+        """Collect the payload of every member of a clique, in rank order, this worker's own included."""
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every worker passed, in rank order (small objects; used while a model is set up).
+
+        Virtual workers are built one after the other and get the values of those built so far.
+        """
+
+    def close(self) -> None:
+        """Let go of connections. Waits for nothing."""

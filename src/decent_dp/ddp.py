@@ -1,0 +1,431 @@
+"""The wrapper: layout -> topology -> buckets -> hooks -> step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_dp.comm import Communicator, TorchCommunicator
+from decent_dp.consensus import Average, mean_over_workers
+from decent_dp.engine import guards
+from decent_dp.engine.agree import Facts, agree
+from decent_dp.engine.bucket import Bucket, OptimizerFactory, SchedulerFactory
+from decent_dp.engine.describe import check_arguments, describe_model, describe_optimizer, name_buckets
+from decent_dp.engine.hooks import BackwardHooks
+from decent_dp.engine.release import ReleaseOrder
+from decent_dp.engine.step import step
+from decent_dp.engine.whole_model import WholeModel, decide
+from decent_dp.errors import ConfigurationError, TrainingError, UnusableError
+from decent_dp.startup import default_workers_per_node
+from decent_dp.topology import Layout, Topology, catalog
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+OPTIM_FN_TYPE = OptimizerFactory
+LR_SCHEDULER_FN_TYPE = SchedulerFactory
+
+
+class DecentralizedDataParallel(nn.Module):
+    """Train one replica per worker; average parameters over a topology while the next step runs.
+
+    All workers start from the parameters and buffers of rank 0. Each ``backward()`` updates the parameters before it
+    returns, with an optimizer per bucket; there is no ``optimizer.step()`` to call, and gradients are None afterwards.
+    Replicas differ from worker to worker: evaluate the local one, or the average inside `consensus`.
+
+    Args:
+        model: Module on its device; its forward and its names stay as they are.
+        optim_fn: Called once per bucket with (name, parameter) pairs, returns an optimizer; for example
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)`` or a factory of `decent_dp.optim`.
+        lr_scheduler_fn: Called once per optimizer, returns its learning-rate scheduler, which ticks once per update.
+        topology: Name of a topology (`decent_dp.topology.catalog.names`) or a `Topology` for this number of workers.
+        scaler: Scaler of the loss, for float16 autocast. A worker whose gradients overflow skips its update and still
+            mixes.
+        grad_clip_norm: Largest global 2-norm of the gradient, as `torch.nn.utils.clip_grad_norm_`; 0 does not clip.
+        param_as_bucket_view: Whether parameters become views of their bucket, which saves a copy per step.
+        sync_buffer_in_global_avg: Whether `consensus` and `global_avg` average buffers too.
+        bucket_size_in_mb: Largest size of a bucket of several parameters, in MiB. Results do not depend on it.
+        _local_world_size: `workers_per_node` under its name in the original package.
+        wire_dtype: Floating dtype that parameters wider than it travel in; their own when None. The mean over workers
+            is kept either way.
+        process_group: Group whose ranks are the workers; the default group when None.
+        communicator: Moves the bytes; made from ``process_group`` when None. See `decent_dp.comm.InProcessWorld`.
+        workers_per_node: Workers on one machine; from LOCAL_WORLD_SIZE when None.
+        timeout: How long a worker may be silent before the others raise; that of the process group when None.
+
+    Raises:
+        ConfigurationError: An argument or the model cannot work; `TopologyError`, `MismatchError` are its kinds.
+
+    Example:
+        >>> from functools import partial
+        >>> from decent_dp.comm import InProcessWorld
+        >>> model = DecentralizedDataParallel(nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1),
+        ...                                   communicator=InProcessWorld(1).communicator(0))
+        >>> before = model.module.weight.clone()
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> torch.equal(model.module.weight, before - 0.1)
+        True
+
+    References:
+        Wang, Zhang, Wu, Johansson: From Promise to Practice: Realizing High-performance Decentralized Training, ICLR
+        2025.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_fn: OptimizerFactory,
+        lr_scheduler_fn: SchedulerFactory | None = None,
+        topology: str | Topology = "complete",
+        scaler: GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        _local_world_size: int | None = None,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        communicator: Communicator | None = None,
+        workers_per_node: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        self._communicator = TorchCommunicator(process_group, timeout) if communicator is None else communicator
+        self._failure: str | None = None
+        self._average: Average | None = None
+        self._accumulating = False
+        self._strength = 1.0
+        self._grad_clip_norm = grad_clip_norm
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._average_buffers = sync_buffer_in_global_avg
+        self.t = 0
+
+        def plan() -> tuple[Facts, tuple[Topology, list[list[str]]]]:
+            """Everything that needs no other worker and changes nothing."""
+            check_arguments(optim_fn, lr_scheduler_fn, grad_clip_norm, bucket_size_in_mb, wire_dtype)
+            guards.check_module(model)
+            per_node = workers_per_node if _local_world_size is None else _local_world_size
+            layout = Layout(
+                self._communicator.num_workers,
+                default_workers_per_node(self._communicator.num_workers) if per_node is None else per_node,
+            )
+            value = catalog.build(topology, layout) if isinstance(topology, str) else topology
+            names = name_buckets(model, int(bucket_size_in_mb * 2**20))
+            return describe_model(model, layout, value, names, wire_dtype, param_as_bucket_view), (value, names)
+
+        self._topology, names = agree(self._communicator, plan)
+        parameters = dict(model.named_parameters())
+        self._communicator.prepare(self._topology.cliques(), sorted({p.device for p in parameters.values()}, key=str))
+        self._buckets = [
+            Bucket(
+                index,
+                members,
+                [parameters[name] for name in members],
+                as_view=param_as_bucket_view,
+                wire_dtype=wire_dtype,
+            )
+            for index, members in enumerate(names)
+        ]
+        self._start_equal(model)
+
+        def build() -> tuple[Facts, None]:
+            """The optimizers: the user's code may fail or differ on one worker only."""
+            for bucket in self._buckets:
+                bucket.attach(optim_fn, lr_scheduler_fn)
+                guards.check_optimizer(bucket.optimizer, bucket.scheduler)
+            return [
+                (f"the optimizer of {b.description}", describe_optimizer(b.optimizer, b.scheduler))
+                for b in self._buckets
+            ], None
+
+        agree(self._communicator, build)
+        self.module = model
+        trained = [p for bucket in self._buckets for p in bucket.parameters]
+        position = {id(p): index for index, p in enumerate(trained)}
+        self._release = ReleaseOrder([[position[id(p)] for p in bucket.parameters] for bucket in self._buckets])
+        self._names = [name for bucket in self._buckets for name in bucket.names]
+        self._whole_model = WholeModel([p for p in model.parameters() if id(p) in position])
+        self._watch = guards.ParameterWatch(model, trained, as_view=param_as_bucket_view)
+        self._hooks = BackwardHooks(trained, self)
+        refusal = guards.refuse_foreign_optimizers(
+            {id(p): name for p, name in zip(trained, self._names, strict=True)},
+            [*self.optimizers, self._whole_model],
+        )
+        self.register_load_state_dict_pre_hook(_load_nested)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _take_down, self._hooks, refusal, self._communicator)
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; nothing is waited for and nothing changes."""
+        if not torch.compiler.is_compiling():
+            self._check_usable()
+            self._watch.check()
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._hooks.watch_output(output)
+        return output
+
+    def backward_started(self, computed_at: int) -> None:
+        """Called by the hooks: check that this backward may update the parameters."""
+        self._check_usable()
+        self._watch.check()
+        if self._average is not None:
+            raise TrainingError(
+                f"{self._here()}: backward() while replicas are replaced by their average; leave consensus(), or call "
+                "revert_global_avg(), before training goes on (global_avg(will_revert=False) keeps the average)"
+            )
+        if computed_at != self.t:
+            raise TrainingError(
+                f"{self._here()}: this loss was computed before the update of step {computed_at}, so its "
+                "gradients belong to parameters that have changed; add the losses and call backward() once, or "
+                "put all but the last backward() under 'with model.no_sync():'"
+            )
+        if self._release.num_released:
+            self._failure = f"its backward was interrupted after {self._release.num_released} buckets were updated"
+            self._check_usable()
+        self._release.reset()
+
+    def gradient_ready(self, index: int) -> None:
+        """Called by the hooks: step every bucket that is complete and whose predecessors are done."""
+        if self._accumulating:
+            return
+        try:
+            self._release.ready(index)
+        except LookupError:
+            self._failure = self._twice(index)
+            self._check_usable()
+        if self._scaler is None and not self._grad_clip_norm:
+            self._step_buckets()
+
+    def backward_finished(self) -> None:
+        """Called by the hooks: step the remaining buckets; the step ends here."""
+        if self._accumulating:
+            return
+        if self._scaler is not None or self._grad_clip_norm:
+            decide(self._whole_model, self._scaler, self._grad_clip_norm)
+        self._step_buckets(everything=True)
+        self._release.reset()
+        self.t += 1
+        for scheduler in self.lr_schedulers:
+            scheduler.step()
+
+    def nested_backward(self, index: int) -> None:
+        """Called by the hooks: a gradient whose end cannot be awaited."""
+        raise TrainingError(
+            f"{self._here()}: parameter '{self._names[index]}' got its gradient inside a nested backward of a "
+            "module that was called past the wrapper; call model(...) instead of model.module(...), or checkpoint "
+            "with use_reentrant=False"
+        )
+
+    def _step_buckets(self, *, everything: bool = False) -> None:
+        while (index := self._release.release(everything=everything)) is not None:
+            plan = self._topology.plan_at(self.t, self._communicator.rank)
+            try:
+                step(self._buckets[index], self.t, plan, self._communicator, self._strength)
+            except BaseException as error:
+                self._failure = f"{type(error).__name__} in step {self.t}: {error}"
+                raise
+
+    # ---------------------------------------------------------------- accumulation and mixing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients instead of updating, for every ``backward()`` inside; as in torch DDP."""
+        before = self._accumulating
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """Switch accumulation on or off; what counts is the state while ``backward()`` runs."""
+        self._accumulating = bool(enable)
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """Set the mixing strength gamma of the rounds started from now on: ``x <- (1 - gamma) x + gamma W x``.
+
+        Set the same on all workers, or their mean is not kept.
+
+        Args:
+            factor: Between 0 (no mixing) and 1 (the topology's weights).
+        """
+        if not 0 <= factor <= 1:
+            raise ConfigurationError(f"the mixing strength must lie between 0 and 1, got {factor}")
+        self._strength = float(factor)
+
+    def synchronize(self) -> None:
+        """Wait until nothing travels from the parameters, before they are written by hand; mixes nothing."""
+        for bucket in self._buckets:
+            if bucket.exchange is not None:
+                bucket.exchange.wait()
+
+    # ---------------------------------------------------------------- averages over all workers
+
+    @contextmanager
+    def consensus(self) -> Iterator[DecentralizedDataParallel]:
+        """Replace all replicas by their average inside the context; every worker must enter it.
+
+        Parameters (and buffers with ``sync_buffer_in_global_avg``) are restored bit for bit on exit, and exchanges in
+        flight are as before.
+
+        Raises:
+            ExchangeError: If a worker does not enter within the timeout.
+        """
+        self.global_avg()
+        try:
+            yield self
+        finally:
+            self.revert_global_avg()
+
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
+        """Replace all replicas by their average; every worker must call it.
+
+        Args:
+            will_revert: Whether `revert_global_avg` will restore the replicas. If not, the average replaces them for
+            good and
+                what is in flight is dropped.
+            return_d2c: Whether to return the distance.
+
+        Returns:
+            L2 distance of this worker's replica to the average if asked for.
+        """
+        average = self._start_average(list(self.module.buffers()) if self._average_buffers else [])
+        average.finish()
+        distance = average.distance_to_mean() if return_d2c else None
+        average.apply(keep=will_revert)
+        if will_revert:
+            self._average = average
+        else:
+            self._drop_exchanges()
+        return distance
+
+    def revert_global_avg(self) -> None:
+        """Restore the replicas that `global_avg` replaced, bit for bit."""
+        if self._average is None:
+            raise TrainingError(f"{self._here()}: revert_global_avg() without global_avg(will_revert=True) before it")
+        self._average.restore()
+        self._average = None
+
+    def consensus_distance(self) -> float:
+        """Return the root mean square over workers of the L2 distance to their mean; every worker must call it."""
+        average = self._start_average([])
+        average.finish()
+        finish = mean_over_workers(average.distance_to_mean() ** 2, self._communicator)
+        return float(finish() ** 0.5)
+
+    def _start_average(self, buffers: Sequence[Tensor]) -> Average:
+        self._check_usable()
+        if self._average is not None:
+            raise TrainingError(
+                f"{self._here()}: the replicas are already replaced by their average; leave consensus() or "
+                "call revert_global_avg()"
+            )
+        average = Average(self._buckets, buffers, self._communicator)
+        average.start()
+        return average
+
+    # ---------------------------------------------------------------- reading and loading
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the wrapped module, under its own names; local to this worker."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load the state of the wrapped module, under its own names; local to this worker.
+
+        Waits until nothing travels from the parameters. What was in flight is dropped: the loaded values are the
+        replica.
+        """
+        if assign:
+            raise ConfigurationError(
+                "load_state_dict(assign=True) would replace the parameters that buckets and optimizers hold; load with "
+                "assign=False, or load into the module before wrapping it"
+            )
+        self._drop_exchanges()
+        return self.module.load_state_dict(state_dict, strict)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the wrapped module, under its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of the wrapped module, under its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers, one per bucket."""
+        return tuple(bucket.optimizer for bucket in self._buckets)
+
+    @property
+    def lr_schedulers(self) -> tuple[LRScheduler, ...]:
+        """The learning-rate schedulers, one per bucket; empty without ``lr_scheduler_fn``."""
+        return tuple(bucket.scheduler for bucket in self._buckets if bucket.scheduler is not None)
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the next update (of the first parameter group)."""
+        return float(self._buckets[0].optimizer.param_groups[0]["lr"])
+
+    # ---------------------------------------------------------------- inside
+
+    def _start_equal(self, model: nn.Module) -> None:
+        """Overwrite parameters, frozen ones included, and buffers with those of rank 0."""
+        bucketed = {id(p) for bucket in self._buckets for p in bucket.parameters}
+        frozen = [p for p in model.parameters() if id(p) not in bucketed]
+        self._communicator.broadcast([*(b.storage.flat for b in self._buckets), *frozen, *model.buffers()])
+        for bucket in self._buckets:
+            bucket.storage.unpack()
+
+    def _drop_exchanges(self) -> None:
+        self.synchronize()
+        for bucket in self._buckets:
+            bucket.exchange = None
+
+    def _here(self) -> str:
+        return f"rank {self._communicator.rank}, step {self.t}"
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise UnusableError(
+                f"{self._here()}: this model stopped in the middle of a step ({self._failure}); its parameters "
+                "are half-stepped and other workers may be ahead: restart from a checkpoint"
+            )
+
+    def _twice(self, index: int) -> str:
+        return (
+            f"parameter '{self._names[index]}' got another gradient after its update in the same backward, as "
+            "a parameter does that is used both inside and outside of a reentrant checkpoint; checkpoint with "
+            "use_reentrant=False"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DecentralizedDataParallel holds connections and cannot be copied or pickled; copy or save "
+            "model.module instead"
+        )
+
+
+def _load_nested(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """When a module that contains the wrapper is loaded: give the names back their place."""
+    assert isinstance(module, DecentralizedDataParallel)
+    module._drop_exchanges()
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _take_down(hooks: BackwardHooks, refusal: Any, communicator: Communicator) -> None:
+    hooks.remove()
+    refusal.remove()
+    communicator.close()

@@ -1,0 +1,194 @@
+"""A round of one bucket in flight, and how what arrives is mixed.
+
+What travels is the bucket's flat tensor, or a narrower copy of it. Three ways to move it:
+
+- a `Swap` sends the parameters themselves, point to point;
+- an `Average` sums a scaled copy over the clique, in place;
+- an `Average` in a 16-bit or narrower wire dtype gathers the members' copies and averages them locally in at least
+  float32, since a narrow sum overflows and forgets small differences.
+
+With a narrower wire dtype the *difference of what both sides sent* is mixed: what one worker gains the others lose,
+to the last bit of the wider dtype, and replicas that agree stay where they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decent_dp.comm.protocol import Communicator, Handle, PeerFailure
+from decent_dp.errors import ExchangeError
+from decent_dp.topology import Average, Plan, Swap
+
+if TYPE_CHECKING:
+    from decent_dp.engine.bucket import Bucket
+
+# Averages carry the step in one extra element: collectives match by order alone, so a worker that is one step off would
+# otherwise be averaged without a word. Modulo 128 it is exact in every floating dtype.
+_STEP_MODULUS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What was started at one step and is finished at the next.
+
+    Attributes:
+        step: The step that started it.
+        plan: What this worker does in the round.
+        weight: Mixing weight: ``x <- (1 - weight) x + weight * received``; the mixing strength is in it.
+        handle: Finishes the transfer.
+        sent: What left, in the wire dtype; None when the parameters themselves travel.
+        buffers: Where what others sent arrives.
+        rank: This worker.
+        where: How messages call the bucket.
+    """
+
+    step: int
+    plan: Average | Swap
+    weight: float
+    handle: Handle
+    sent: Tensor | None
+    buffers: tuple[Tensor, ...]
+    rank: int
+    where: str
+
+    def wait(self) -> None:
+        """Return when nothing travels any more; mixes nothing."""
+        try:
+            self.handle.wait()
+        except PeerFailure as failure:
+            raise self.error(failure.ranks, failure.reason) from failure
+
+    def error(self, ranks: tuple[int, ...], reason: str) -> ExchangeError:
+        """Say which worker did not do its part of this exchange."""
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+        return ExchangeError(
+            f"rank {self.rank}, step {self.step}: the exchange of {self.where} with {who} failed: {reason}. "
+            f"All workers must run the same updates; look at the log of {who}. This model cannot go on; restart "
+            "from a checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What came out of an exchange: ``received`` is the other's parameters, or the clique's mean.
+
+    Attributes:
+        received: Laid out like the bucket's flat tensor; may be of a wider dtype.
+        weight: Mixing weight.
+        sent: What this worker sent, where that is narrower than its parameters.
+    """
+
+    received: Tensor
+    weight: float
+    sent: Tensor | None
+
+
+def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, strength: float) -> Exchange | None:
+    """Start one round of a bucket; None when this worker idles."""
+    if not isinstance(plan, (Average, Swap)):
+        return None
+    bucket.storage.pack()
+    flat = bucket.storage.flat
+    narrow = bucket.wire_dtype != flat.dtype
+    sent: Tensor | None = None
+    handle: Handle
+    if isinstance(plan, Swap):
+        payload = flat
+        if narrow:
+            payload = sent = _cast(flat, bucket.state("sent", flat.numel(), bucket.wire_dtype))
+        buffers = tuple(
+            bucket.state(f"received {number}", flat.numel(), payload.dtype) for number in range(len(plan.receive_from))
+        )
+        tag = step % 2**14 << 16 | bucket.index % 2**16
+        handle = communicator.start_swap(payload, plan.send_to, tuple(plan.receive_from), buffers, tag)
+        weight = sum(plan.receive_from.values())
+    elif narrow or flat.element_size() <= 2:
+        payload = bucket.state("sent", flat.numel() + 1, bucket.wire_dtype)
+        sent = _cast(flat, payload[:-1])
+        payload[-1] = step % _STEP_MODULUS
+        buffers = tuple(
+            bucket.state(f"received {number}", flat.numel() + 1, bucket.wire_dtype) for number in range(len(plan.ranks))
+        )
+        handle = communicator.start_gather(payload, buffers, plan.ranks)
+        sent = sent if narrow else None
+        weight = plan.weight
+    else:
+        buffer = bucket.state("received 0", flat.numel() + 1, bucket.wire_dtype)
+        torch.mul(flat, 1 / len(plan.ranks), out=buffer[:-1])
+        buffer[-1] = (step % _STEP_MODULUS) / len(plan.ranks)
+        buffers = (buffer,)
+        handle = communicator.start_sum(buffer, plan.ranks)
+        weight = plan.weight
+    return Exchange(step, plan, strength * weight, handle, sent, buffers, communicator.rank, bucket.description)
+
+
+def finish(exchange: Exchange, bucket: Bucket) -> Arrived | None:
+    """Wait for an exchange and say what arrived; None when this worker only sent."""
+    exchange.wait()
+    if isinstance(exchange.plan, Average):
+        _check_step(exchange)
+    if not exchange.buffers:
+        return None
+    dtype = bucket.storage.flat.dtype
+    if isinstance(exchange.plan, Swap):
+        weights = tuple(exchange.plan.receive_from.values())
+        received = _weighted_mean(
+            exchange.buffers, weights, dtype if exchange.sent is not None else exchange.buffers[0].dtype
+        )
+    elif len(exchange.buffers) > 1:
+        wide = torch.promote_types(dtype, torch.float32)
+        received = _weighted_mean([buffer[:-1] for buffer in exchange.buffers], [1.0] * len(exchange.buffers), wide)
+    else:
+        received = exchange.buffers[0][:-1]
+    return Arrived(received, exchange.weight, exchange.sent)
+
+
+def mix(bucket: Bucket, arrived: Arrived) -> None:
+    """``x <- (1 - weight) x + weight * received``, in one pass where sent and mixed dtype agree."""
+    bucket.storage.pack()
+    flat, received = bucket.storage.flat, arrived.received
+    if arrived.sent is not None:
+        flat.add_(received.sub_(arrived.sent), alpha=arrived.weight)
+    elif received.dtype == flat.dtype:
+        flat.lerp_(received, arrived.weight)
+    else:
+        flat.copy_(flat.to(received.dtype).lerp_(received, arrived.weight))
+    bucket.storage.unpack()
+
+
+def _weighted_mean(
+    tensors: tuple[Tensor, ...] | list[Tensor], weights: tuple[float, ...] | list[float], dtype: torch.dtype
+) -> Tensor:
+    """Return sum(w x) / sum(w); overwrites the first tensor where it has the dtype already."""
+    mean, total = tensors[0].to(dtype), weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        total += weight
+        mean.lerp_(tensor.to(dtype), weight / total)
+    return mean
+
+
+def _cast(flat: Tensor, out: Tensor) -> Tensor:
+    """Round to the wire dtype; what is out of its range is sent as its largest number."""
+    largest = torch.finfo(out.dtype).max
+    return out.copy_(flat if torch.finfo(flat.dtype).max <= largest * 1.01 else flat.clamp(-largest, largest))
+
+
+def _check_step(exchange: Exchange) -> None:
+    """Refuse to average members at different steps. Not on accelerators, which reading the element would stall."""
+    assert isinstance(exchange.plan, Average)
+    if exchange.buffers[0].device.type != "cpu":
+        return
+    ranks, expected = exchange.plan.ranks, exchange.step % _STEP_MODULUS
+    others = tuple(rank for rank in ranks if rank != exchange.rank)
+    if len(exchange.buffers) > 1:
+        late = tuple(
+            rank for rank, buffer in zip(ranks, exchange.buffers, strict=True) if buffer[-1].item() != expected
+        )
+    else:
+        late = others if abs(exchange.buffers[0][-1].item() - expected) * len(ranks) > 0.5 else ()
+    if late:
+        raise exchange.error(late, "it is at another step")

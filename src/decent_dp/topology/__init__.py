@@ -1,0 +1,47 @@
+"""Who mixes with whom, and with what weight: pure data, no torch, no process group.
+
+A :class:`Round` is a sparse matrix over the workers, a :class:`Topology` a cycle of rounds; what one worker
+does in a round (its plan) is derived from the matrix. Builders are functions from a :class:`Layout` to a
+topology, and a table finds them by name.
+
+Example:
+    >>> topology = build("exp", Layout(num_workers=4, workers_per_node=2))
+    >>> print(draw(topology))
+    0: (0 1) (2 3)
+    1: (0 2) (1 3)
+    >>> topology.plan_at(t=1, rank=0)
+    Swap(send_to=(2,), receive_from=mappingproxy({2: 0.5}))
+"""
+
+from decent_dp.topology.alternating import alternating_exp_ring
+from decent_dp.topology.catalog import build, names, register
+from decent_dp.topology.complete import complete
+from decent_dp.topology.custom import from_edges, from_matrices
+from decent_dp.topology.drawing import draw
+from decent_dp.topology.layout import Layout
+from decent_dp.topology.one_peer import exp, ring
+from decent_dp.topology.plans import Average, Idle, Plan, Swap, plan_of
+from decent_dp.topology.rounds import Round, Row
+from decent_dp.topology.topology import Topology
+
+__all__ = [
+    "Average",
+    "Idle",
+    "Layout",
+    "Plan",
+    "Round",
+    "Row",
+    "Swap",
+    "Topology",
+    "alternating_exp_ring",
+    "build",
+    "complete",
+    "draw",
+    "exp",
+    "from_edges",
+    "from_matrices",
+    "names",
+    "plan_of",
+    "register",
+    "ring",
+]

@@ -1,0 +1,91 @@
+"""The table of topologies: names to builders."""
+
+import difflib
+from collections.abc import Callable
+
+from decent_dp.errors import TopologyError
+from decent_dp.topology.alternating import alternating_exp_ring
+from decent_dp.topology.complete import complete
+from decent_dp.topology.layout import Layout
+from decent_dp.topology.one_peer import exp, ring
+from decent_dp.topology.topology import Topology
+
+_BUILDERS: dict[str, Callable[[Layout], Topology]] = {
+    "alternating-exp-ring": alternating_exp_ring,
+    "complete": complete,
+    "exp": exp,
+    "one-peer-exp": exp,
+    "ring": ring,
+}
+
+
+def register(name: str, builder: Callable[[Layout], Topology], *, replace: bool = False) -> None:
+    """Give a builder a name, on every worker alike.
+
+    Args:
+        name: What :func:`build` and the wrapper's ``topology`` argument will find it by.
+        builder: A function from a layout to a topology for that layout.
+        replace: Whether the name may be in use already.
+
+    Raises:
+        TopologyError: The name is no usable text, or it is in use and ``replace`` is False.
+
+    Example:
+        >>> register("exp", exp, replace=True)
+        >>> build("exp", Layout(num_workers=4, workers_per_node=1)).name
+        'exp'
+    """
+    if not isinstance(name, str) or not name or name != name.strip():
+        raise TopologyError(f"topology name {name!r}: give a text without spaces around it")
+    if name in _BUILDERS and not replace:
+        raise TopologyError(
+            f"topology name {name!r} is in use: choose another name, or pass replace=True to put the new "
+            "builder in its place"
+        )
+    _BUILDERS[name] = builder
+
+
+def build(name: str, layout: Layout) -> Topology:
+    """The topology of that name for these workers.
+
+    Args:
+        name: One of :func:`names`.
+        layout: The workers and nodes.
+
+    Raises:
+        TopologyError: The name is unknown, or the topology cannot serve this layout.
+
+    Example:
+        >>> build("ring", Layout(num_workers=8, workers_per_node=4)).num_rounds
+        2
+    """
+    if not isinstance(name, str):
+        raise TopologyError(
+            f"{name!r} is of type {type(name).__name__}; give the name of a topology: {_listed()}"
+        )
+    if name not in _BUILDERS:
+        near = difflib.get_close_matches(name.lower(), _BUILDERS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else "."
+        raise TopologyError(
+            f"unknown topology {name!r}{hint} Known are {_listed()}; register() adds your own"
+        )
+    topology = _BUILDERS[name](layout)
+    if not isinstance(topology, Topology):
+        raise TopologyError(
+            f"the builder of topology {name!r} gave a {type(topology).__name__}; it must return a Topology"
+        )
+    if topology.layout != layout:
+        raise TopologyError(
+            f"the builder of topology {name!r} gave one for {topology.layout}, asked for {layout}; it must "
+            "use the layout it is given"
+        )
+    return topology
+
+
+def names() -> tuple[str, ...]:
+    """All names :func:`build` knows, sorted."""
+    return tuple(sorted(_BUILDERS))
+
+
+def _listed() -> str:
+    return ", ".join(repr(name) for name in names())

@@ -1,0 +1,41 @@
+"""Fixtures that all tests share."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pool import Pool
+from processes import command_of, running_processes
+
+_GRACE_S = 2.0
+_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they end with this process
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The gloo workers of this run."""
+    with Pool() as workers:
+        yield workers
+
+
+def _children() -> set[int]:
+    pids = {info.pid for info in running_processes() if info.parent_pid == os.getpid()}
+    return {pid for pid in pids if not any(helper in command_of(pid) for helper in _HELPERS)}
+
+
+@pytest.fixture(autouse=True)
+def no_children_left() -> Iterator[None]:
+    """Fail a test that leaves a child process of its own running."""
+    before = _children()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _children() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        commands = [f"{pid}: {command_of(pid)}" for pid in sorted(left)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        pytest.fail("the test left processes running:\n" + "\n".join(commands))
