@@ -27,7 +27,7 @@ lint: $(DEV)  ## ruff: rules and format
 types: $(DEV)  ## mypy
 	$(BIN)/mypy
 
-pytest: $(DEV)  ## the tests; choose some: make pytest ARGS="-k topology"
+pytest: $(DEV) $(DEMO)  ## the tests; choose some: make pytest ARGS="-k topology"
 	$(BIN)/pytest $(ARGS)
 
 format: $(DEV)  ## rewrite the files as ruff formats them

@@ -121,9 +121,7 @@ def draw(curves: Curves, path: Path) -> None:
     )
     loss.set_title(curves.title)
     loss.plot(*zip(*curves.train, strict=True), color="#8ab6d6", label="training, mean of workers")
-    loss.plot(
-        *zip(*curves.validation, strict=True), "o-", color="#1f4e79", label="validation, mean of replicas"
-    )
+    loss.plot(*zip(*curves.validation, strict=True), "o-", color="#1f4e79", label="validation, mean of replicas")
     if curves.consensus is not None:
         label = f"validation, consensus model: {curves.consensus:.3f}"
         loss.plot(curves.train[-1][0], curves.consensus, "D", color="#d1495b", label=label)

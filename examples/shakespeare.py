@@ -28,15 +28,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import Curves, Screen, draw
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import TopologyError
+from decent_dp.errors import DecentDPError, TopologyError
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
 from decent_dp.topology import Layout, build
 from decent_dp.utils import initialize_dist
+from report import Curves, Screen, draw
 
 HELD_OUT = ("macbeth_gut.txt", "sonnets_gut.txt", "twelfth_night_gut.txt")  # never trained on
 NUM_VALIDATION_WINDOWS = 256
@@ -77,6 +77,11 @@ class Corpus:
         for some in starts.split(64):
             windows = self.validation[some[:, None] + torch.arange(context + 1)]
             yield windows[:, :-1], windows[:, 1:]
+
+    def prompt(self) -> Tensor:
+        """What a sample continues: an empty line, or the first held-out character of a text without lines."""
+        newline = self.alphabet.index("\n") if "\n" in self.alphabet else self.validation[0].item()
+        return torch.tensor([newline, newline])
 
     def text(self, indices: Tensor) -> str:
         """The characters behind `indices`."""
@@ -214,9 +219,7 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
 
     optim_fn = functools.partial(optim_fn_adamw, lr=args.lr, beta2=0.99)
     num_warmup = min(100, args.steps // 10)
-    lr_scheduler_fn = functools.partial(
-        lr_scheduler_fn_cosine_with_warmup, t_max=args.steps, t_warmup=num_warmup
-    )
+    lr_scheduler_fn = functools.partial(lr_scheduler_fn_cosine_with_warmup, t_max=args.steps, t_warmup=num_warmup)
     model: Any
     optimizer = scheduler = None
     if args.baseline == "ddp":
@@ -230,10 +233,8 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
     num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
     screen = Screen(args.steps, enabled=rank == 0)
     screen.say(f"{num_workers} worker(s), {method}, {num_parameters:,} parameters a replica")
-    screen.say(
-        f"{len(corpus.train):,} characters to train on, {len(corpus.validation):,} held out "
-        f"({corpus.held_out}), {len(corpus.alphabet)} distinct"
-    )
+    screen.say(f"{len(corpus.train):,} characters to train on, {len(corpus.alphabet)} distinct")
+    screen.say(f"{len(corpus.validation):,} characters held out: {corpus.held_out}")
     evaluate = functools.partial(validation_loss, model, corpus, args.context)
     curves = Curves(title=f"{num_workers} workers, {method}")
     first = mean_over_workers(evaluate(NUM_VALIDATION_WINDOWS))
@@ -269,8 +270,7 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
     with model.consensus():  # every replica is the average of all in here
         together = evaluate(NUM_VALIDATION_WINDOWS)
         if rank == 0:
-            prompt = corpus.validation[:1] if args.data else torch.tensor([corpus.alphabet.index("\n")])
-            text = gpt.sample(prompt, args.sample, torch.Generator().manual_seed(args.seed))
+            text = gpt.sample(corpus.prompt(), args.sample, torch.Generator().manual_seed(args.seed))
     if rank == 0:
         curves.add_validation(args.steps, sum(own) / num_workers)
         curves.consensus = together
@@ -278,10 +278,10 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
         draw(curves, image)
         screen.say(f"\na sample of the consensus model:\n\n{corpus.text(text).strip()}\n")
         screen.say("validation loss, nats per character")
-        screen.say(f"  before training    {first:.3f}")
+        screen.say(f"  before training    {first:.4f}")
         for worker, value in enumerate(own):
-            screen.say(f"  replica {worker}          {value:.3f}")
-        screen.say(f"  consensus model    {together:.3f}")
+            screen.say(f"  replica {worker}          {value:.4f}")
+        screen.say(f"  consensus model    {together:.4f}")
         screen.say(f"training took {elapsed_s:.0f} s; curves: {image}")
 
 
@@ -308,8 +308,8 @@ def parse() -> argparse.Namespace:
     add("--baseline", choices=["ddp"], help="train under torch DDP instead")
     add("--data", type=Path, metavar="FILE", help="a UTF-8 text to train on; its last tenth is held out")
     add("--output", type=Path, default=Path("runs/shakespeare"), metavar="DIR", help="where curves.png goes")
-    add("--steps", type=positive, default=800, help="updates of every worker (default: %(default)s)")
-    add("--batch", type=positive, default=6, help="windows a worker and step (default: %(default)s)")
+    add("--steps", type=positive, default=1200, help="updates of every worker (default: %(default)s)")
+    add("--batch", type=positive, default=4, help="windows a worker and step (default: %(default)s)")
     add("--context", type=positive, default=64, help="characters in a window (default: %(default)s)")
     add("--width", type=positive, default=128, help="width of the model (default: %(default)s)")
     add("--layers", type=positive, default=3, help="blocks of the model (default: %(default)s)")
@@ -326,6 +326,8 @@ def check(args: argparse.Namespace, num_workers: int) -> None:
     missing = [name for name in ("matplotlib", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"{' and '.join(missing)} not installed: run `pip install {' '.join(missing)}`")
+    if not 0 < args.lr < 1:
+        raise InputError(f"--lr {args.lr} is not between 0 and 1: give a learning rate such as 4e-3")
     if args.width % args.heads:
         raise InputError(f"--width {args.width} is not a multiple of --heads {args.heads}: change one of them")
     try:
@@ -371,6 +373,9 @@ def main() -> int:
         if speaks:
             print(f"shakespeare.py: {error}", file=sys.stderr)
         return 2
+    except DecentDPError as error:  # the message names the rank
+        print(f"shakespeare.py: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if speaks:
             print("\x1b[?25h\nstopped" if sys.stdout.isatty() else "stopped")

@@ -203,7 +203,7 @@ class Pool:
             raise ValueError(f"n={n}: a case has 1 to {MAX_WORKERS} workers")
         started = []
         for index in range(n):
-            if index < len(self._workers) and self._workers[index].process.is_alive():
+            if index < len(self._workers) and self._workers[index].is_idle():
                 continue
             self._num_started += 1
             stacks = self._directory / f"stacks-{self._num_started}"
@@ -230,6 +230,10 @@ class _Worker:
             self.kill()
             raise RuntimeError(f"a test worker did not start within {_START_TIMEOUT_S:.0f} s")
         self.connection.recv_bytes()
+
+    def is_idle(self) -> bool:
+        """Alive, and nothing to read: no end of file either."""
+        return self.process.is_alive() and not self.connection.poll()
 
     def send(self, case: _Case) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: noticed while collecting

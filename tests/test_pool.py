@@ -119,7 +119,9 @@ def die_on_rank_1(rank: int, n: int, how: str) -> None:
 
 
 def start_a_child(rank: int, n: int) -> int:
-    return subprocess.Popen(["sleep", "60"]).pid
+    process = subprocess.Popen(["sleep", "60"])
+    process.returncode = 0  # so that its destructor does not complain
+    return process.pid
 
 
 def take_one_step(rank: int, n: int) -> None:
@@ -187,8 +189,7 @@ def test_errors_come_with_rank_and_traceback(pool: Pool) -> None:
     assert list(errors) == [1, 3]
     assert errors[3][:2] == ("KeyError", "'bad rank 3'")
     assert "in fail_on_odd_ranks" in errors[3].traceback
-    assert errors[1].traceback in str(caught.value)
-    assert errors[3].traceback in str(caught.value)
+    assert all(error.traceback.strip() in str(caught.value) for error in errors.values())
     results = pool.run(fail_on_odd_ranks, 4, expect_errors=True)
     assert results[0::2] == [0, 2]
     assert [result.type_name for result in results[1::2]] == ["KeyError", "KeyError"]
@@ -273,7 +274,7 @@ def test_a_death_is_noticed(pool: Pool, how: str, code: str) -> None:
 
 def test_an_interrupted_case_is_given_up(pool: Pool) -> None:
     pids = pool.pids()[:2]
-    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         pool.run(hang_on_rank_1, 2)
@@ -283,7 +284,10 @@ def test_an_interrupted_case_is_given_up(pool: Pool) -> None:
 
 
 def test_an_idle_worker_that_died_is_replaced(pool: Pool) -> None:
-    os.kill(pool.pids()[0], signal.SIGKILL)
+    pid = pool.pids()[0]
+    os.kill(pid, signal.SIGKILL)
+    while process_info(pid) is not None:
+        time.sleep(0.01)
     assert pool.run(sum_of_ranks, 2) == [1.0] * 2
 
 
@@ -364,7 +368,7 @@ def test_a_pytest_that_is_killed_or_interrupted_leaves_nothing() -> None:
         from conftest import pool
 
         def hang(rank, n):
-            print(f"hanging {rank}", flush=True)
+            print(f"\\nhanging {rank}", flush=True)
             time.sleep(60)
 
         def test_hang(pool):

@@ -21,10 +21,8 @@ from decent_dp.engine.agree import Facts, agree
 from decent_dp.engine.bucket import Bucket, OptimizerFactory, SchedulerFactory
 from decent_dp.engine.describe import check_arguments, describe_model, describe_optimizer, name_buckets
 from decent_dp.engine.hooks import BackwardHooks
-from decent_dp.engine.release import ReleaseOrder
-from decent_dp.engine.step import step
-from decent_dp.engine.whole_model import WholeModel, decide
-from decent_dp.errors import ConfigurationError, TrainingError, UnusableError
+from decent_dp.engine.replica import Replica
+from decent_dp.errors import ConfigurationError, TrainingError
 from decent_dp.startup import default_workers_per_node
 from decent_dp.topology import Layout, Topology, catalog
 
@@ -101,14 +99,8 @@ class DecentralizedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._communicator = TorchCommunicator(process_group, timeout) if communicator is None else communicator
-        self._failure: str | None = None
         self._average: Average | None = None
-        self._accumulating = False
-        self._strength = 1.0
-        self._grad_clip_norm = grad_clip_norm
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._average_buffers = sync_buffer_in_global_avg
-        self.t = 0
 
         def plan() -> tuple[Facts, tuple[Topology, list[list[str]]]]:
             """Everything that needs no other worker and changes nothing."""
@@ -123,9 +115,9 @@ class DecentralizedDataParallel(nn.Module):
             names = name_buckets(model, int(bucket_size_in_mb * 2**20))
             return describe_model(model, layout, value, names, wire_dtype, param_as_bucket_view), (value, names)
 
-        self._topology, names = agree(self._communicator, plan)
+        value, names = agree(self._communicator, plan)
         parameters = dict(model.named_parameters())
-        self._communicator.prepare(self._topology.cliques(), sorted({p.device for p in parameters.values()}, key=str))
+        self._communicator.prepare(value.cliques(), sorted({p.device for p in parameters.values()}, key=str))
         self._buckets = [
             Bucket(
                 index,
@@ -151,15 +143,19 @@ class DecentralizedDataParallel(nn.Module):
         agree(self._communicator, build)
         self.module = model
         trained = [p for bucket in self._buckets for p in bucket.parameters]
-        position = {id(p): index for index, p in enumerate(trained)}
-        self._release = ReleaseOrder([[position[id(p)] for p in bucket.parameters] for bucket in self._buckets])
-        self._names = [name for bucket in self._buckets for name in bucket.names]
-        self._whole_model = WholeModel([p for p in model.parameters() if id(p) in position])
-        self._watch = guards.ParameterWatch(model, trained, as_view=param_as_bucket_view)
-        self._hooks = BackwardHooks(trained, self)
+        self._replica = Replica(
+            model,
+            self._buckets,
+            value,
+            self._communicator,
+            guards.ParameterWatch(model, trained, as_view=param_as_bucket_view),
+            scaler if scaler is not None and scaler.is_enabled() else None,
+            grad_clip_norm,
+        )
+        self._hooks = BackwardHooks(trained, self._replica)
         refusal = guards.refuse_foreign_optimizers(
-            {id(p): name for p, name in zip(trained, self._names, strict=True)},
-            [*self.optimizers, self._whole_model],
+            dict(zip(map(id, trained), self._replica.names, strict=True)),
+            [*self.optimizers, self._replica.whole_model],
         )
         self.register_load_state_dict_pre_hook(_load_nested)  # type: ignore[no-untyped-call]
         weakref.finalize(self, _take_down, self._hooks, refusal, self._communicator)
@@ -169,89 +165,27 @@ class DecentralizedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; nothing is waited for and nothing changes."""
         if not torch.compiler.is_compiling():
-            self._check_usable()
-            self._watch.check()
+            self._replica.check_usable()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._hooks.watch_output(output)
         return output
-
-    def backward_started(self, computed_at: int) -> None:
-        """Called by the hooks: check that this backward may update the parameters."""
-        self._check_usable()
-        self._watch.check()
-        if self._average is not None:
-            raise TrainingError(
-                f"{self._here()}: backward() while replicas are replaced by their average; leave consensus(), or call "
-                "revert_global_avg(), before training goes on (global_avg(will_revert=False) keeps the average)"
-            )
-        if computed_at != self.t:
-            raise TrainingError(
-                f"{self._here()}: this loss was computed before the update of step {computed_at}, so its "
-                "gradients belong to parameters that have changed; add the losses and call backward() once, or "
-                "put all but the last backward() under 'with model.no_sync():'"
-            )
-        if self._release.num_released:
-            self._failure = f"its backward was interrupted after {self._release.num_released} buckets were updated"
-            self._check_usable()
-        self._release.reset()
-
-    def gradient_ready(self, index: int) -> None:
-        """Called by the hooks: step every bucket that is complete and whose predecessors are done."""
-        if self._accumulating:
-            return
-        try:
-            self._release.ready(index)
-        except LookupError:
-            self._failure = self._twice(index)
-            self._check_usable()
-        if self._scaler is None and not self._grad_clip_norm:
-            self._step_buckets()
-
-    def backward_finished(self) -> None:
-        """Called by the hooks: step the remaining buckets; the step ends here."""
-        if self._accumulating:
-            return
-        if self._scaler is not None or self._grad_clip_norm:
-            decide(self._whole_model, self._scaler, self._grad_clip_norm)
-        self._step_buckets(everything=True)
-        self._release.reset()
-        self.t += 1
-        for scheduler in self.lr_schedulers:
-            scheduler.step()
-
-    def nested_backward(self, index: int) -> None:
-        """Called by the hooks: a gradient whose end cannot be awaited."""
-        raise TrainingError(
-            f"{self._here()}: parameter '{self._names[index]}' got its gradient inside a nested backward of a "
-            "module that was called past the wrapper; call model(...) instead of model.module(...), or checkpoint "
-            "with use_reentrant=False"
-        )
-
-    def _step_buckets(self, *, everything: bool = False) -> None:
-        while (index := self._release.release(everything=everything)) is not None:
-            plan = self._topology.plan_at(self.t, self._communicator.rank)
-            try:
-                step(self._buckets[index], self.t, plan, self._communicator, self._strength)
-            except BaseException as error:
-                self._failure = f"{type(error).__name__} in step {self.t}: {error}"
-                raise
 
     # ---------------------------------------------------------------- accumulation and mixing
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients instead of updating, for every ``backward()`` inside; as in torch DDP."""
-        before = self._accumulating
-        self._accumulating = True
+        before = self._replica.accumulating
+        self._replica.accumulating = True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._replica.accumulating = before
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Switch accumulation on or off; what counts is the state while ``backward()`` runs."""
-        self._accumulating = bool(enable)
+        self._replica.accumulating = bool(enable)
 
     def set_adaptive_factor(self, factor: float) -> None:
         """Set the mixing strength gamma of the rounds started from now on: ``x <- (1 - gamma) x + gamma W x``.
@@ -263,13 +197,11 @@ class DecentralizedDataParallel(nn.Module):
         """
         if not 0 <= factor <= 1:
             raise ConfigurationError(f"the mixing strength must lie between 0 and 1, got {factor}")
-        self._strength = float(factor)
+        self._replica.strength = float(factor)
 
     def synchronize(self) -> None:
         """Wait until nothing travels from the parameters, before they are written by hand; mixes nothing."""
-        for bucket in self._buckets:
-            if bucket.exchange is not None:
-                bucket.exchange.wait()
+        self._replica.wait()
 
     # ---------------------------------------------------------------- averages over all workers
 
@@ -307,16 +239,24 @@ class DecentralizedDataParallel(nn.Module):
         average.apply(keep=will_revert)
         if will_revert:
             self._average = average
+            self._replica.paused = (
+                "backward() while replicas are replaced by their average; leave consensus() or call "
+                "revert_global_avg() "
+                "before training goes on (global_avg(will_revert=False) keeps the average)"
+            )
         else:
-            self._drop_exchanges()
+            self._replica.drop_exchanges()
         return distance
 
     def revert_global_avg(self) -> None:
         """Restore the replicas that `global_avg` replaced, bit for bit."""
         if self._average is None:
-            raise TrainingError(f"{self._here()}: revert_global_avg() without global_avg(will_revert=True) before it")
+            raise TrainingError(
+                f"{self._replica.here}: revert_global_avg() without global_avg(will_revert=True) before it"
+            )
         self._average.restore()
         self._average = None
+        self._replica.paused = None
 
     def consensus_distance(self) -> float:
         """Return the root mean square over workers of the L2 distance to their mean; every worker must call it."""
@@ -326,10 +266,10 @@ class DecentralizedDataParallel(nn.Module):
         return float(finish() ** 0.5)
 
     def _start_average(self, buffers: Sequence[Tensor]) -> Average:
-        self._check_usable()
+        self._replica.check_usable()
         if self._average is not None:
             raise TrainingError(
-                f"{self._here()}: the replicas are already replaced by their average; leave consensus() or "
+                f"{self._replica.here}: the replicas are already replaced by their average; leave consensus() or "
                 "call revert_global_avg()"
             )
         average = Average(self._buckets, buffers, self._communicator)
@@ -353,7 +293,7 @@ class DecentralizedDataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that buckets and optimizers hold; load with "
                 "assign=False, or load into the module before wrapping it"
             )
-        self._drop_exchanges()
+        self._replica.drop_exchanges()
         return self.module.load_state_dict(state_dict, strict)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -363,6 +303,11 @@ class DecentralizedDataParallel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of the wrapped module, under its own names."""
         return self.module.named_buffers(*args, **kwargs)
+
+    @property
+    def t(self) -> int:
+        """The number of updates taken, which is also the round of the next one."""
+        return self._replica.t
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -388,28 +333,6 @@ class DecentralizedDataParallel(nn.Module):
         for bucket in self._buckets:
             bucket.storage.unpack()
 
-    def _drop_exchanges(self) -> None:
-        self.synchronize()
-        for bucket in self._buckets:
-            bucket.exchange = None
-
-    def _here(self) -> str:
-        return f"rank {self._communicator.rank}, step {self.t}"
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise UnusableError(
-                f"{self._here()}: this model stopped in the middle of a step ({self._failure}); its parameters "
-                "are half-stepped and other workers may be ahead: restart from a checkpoint"
-            )
-
-    def _twice(self, index: int) -> str:
-        return (
-            f"parameter '{self._names[index]}' got another gradient after its update in the same backward, as "
-            "a parameter does that is used both inside and outside of a reentrant checkpoint; checkpoint with "
-            "use_reentrant=False"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a DecentralizedDataParallel holds connections and cannot be copied or pickled; copy or save "
@@ -420,7 +343,7 @@ class DecentralizedDataParallel(nn.Module):
 def _load_nested(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """When a module that contains the wrapper is loaded: give the names back their place."""
     assert isinstance(module, DecentralizedDataParallel)
-    module._drop_exchanges()
+    module._replica.drop_exchanges()
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 

@@ -90,9 +90,7 @@ class TopologyReg:
 
         def enter(cls: _Class) -> _Class:
             if not (isinstance(cls, type) and issubclass(cls, Topology)):
-                raise TopologyError(
-                    f"{cls!r} cannot be registered as {name!r}: derive it from decent_dp.topo.Topology"
-                )
+                raise TopologyError(f"{cls!r} cannot be registered as {name!r}: derive it from decent_dp.topo.Topology")
             holder = TopologyReg.registry.get(name)
             if holder is not None and _definition(holder) != _definition(cls):
                 if name in _ORIGINAL_NAMES or name not in _BUILT_IN:
@@ -139,13 +137,9 @@ def _rounds(edges: Sequence[object]) -> str:
 def _listed(name: str, instance: Topology) -> list[list[Edge]]:
     """What one rank lists, its form checked."""
     given: object = instance._get_topo_edges()
-    wanted = (
-        f"_get_topo_edges of {type(instance).__name__} must return a list of lists of Edge, one list a round"
-    )
+    wanted = f"_get_topo_edges of {type(instance).__name__} must return a list of lists of Edge, one list a round"
     if not isinstance(given, Sequence):
-        raise TopologyError(
-            f"topology {name!r}, rank {instance._rank}: got a {type(given).__name__}; {wanted}"
-        )
+        raise TopologyError(f"topology {name!r}, rank {instance._rank}: got a {type(given).__name__}; {wanted}")
     for t, edges in enumerate(given):
         if not isinstance(edges, Sequence):
             raise TopologyError(
@@ -168,9 +162,7 @@ def _merge(where: str, num_workers: int, lists: Iterable[Iterable[Edge]]) -> Rou
             ranks, weight = _checked(where, rank, edge, num_workers)
             known = weights.setdefault(ranks, weight)
             if abs(known - weight) > 1e-12:
-                reason = (
-                    f"lists edge {ranks} with weight {weight}, elsewhere it has {known}; give it one weight"
-                )
+                reason = f"lists edge {ranks} with weight {weight}, elsewhere it has {known}; give it one weight"
                 _refuse(where, rank, reason)
     edge_of: dict[int, tuple[int, ...]] = {}
     rows = list(Round.identity(num_workers).rows)
@@ -194,8 +186,7 @@ def _checked(where: str, lister: int, edge: Edge, num_workers: int) -> tuple[tup
         ranks, weight = tuple(sorted(whole(rank) for rank in edge.ranks)), float(edge.weight)
     except (TypeError, ValueError):
         raise TopologyError(
-            f"{where}: rank {lister} lists {edge!r}; an Edge takes whole ranks and a weight, "
-            "as in Edge([0, 1], 0.5)"
+            f"{where}: rank {lister} lists {edge!r}; an Edge takes whole ranks and a weight, as in Edge([0, 1], 0.5)"
         ) from None
     if not ranks:
         raise TopologyError(f"{where}: rank {lister} lists an edge with no ranks; leave it out")
@@ -207,9 +198,7 @@ def _checked(where: str, lister: int, edge: Edge, num_workers: int) -> tuple[tup
     if len(ranks) == 1:
         return ranks, 1.0  # alone a worker keeps everything
     if not 0 <= weight <= 1:
-        _refuse(
-            where, ranks[0], f"edge {ranks} has the weight {weight}; what a worker keeps goes from 0 to 1"
-        )
+        _refuse(where, ranks[0], f"edge {ranks} has the weight {weight}; what a worker keeps goes from 0 to 1")
     return ranks, weight
 
 
@@ -225,9 +214,7 @@ class _BuiltIn(Topology):
     def _get_topo_edges(self) -> list[list[Edge]]:
         layout = Layout(self._world_size, self._local_world_size)
         built = topology.build(self._name, layout)
-        return [
-            list({edge.ranks: edge for edge in _edges(built, t)}.values()) for t in range(built.num_rounds)
-        ]
+        return [list({edge.ranks: edge for edge in _edges(built, t)}.values()) for t in range(built.num_rounds)]
 
 
 def _edges(built: topology.Topology, t: int) -> Iterable[Edge]:
@@ -250,6 +237,4 @@ def _edges(built: topology.Topology, t: int) -> Iterable[Edge]:
 _ORIGINAL_NAMES = ("alternating-exp-ring", "complete", "one-peer-exp", "ring")
 _BUILT_IN = topology.names()
 for _name in _BUILT_IN:
-    TopologyReg.registry[_name] = type(
-        _name, (_BuiltIn,), {"_name": _name, "__doc__": f"The built-in {_name!r}."}
-    )
+    TopologyReg.registry[_name] = type(_name, (_BuiltIn,), {"_name": _name, "__doc__": f"The built-in {_name!r}."})

@@ -1,5 +1,6 @@
 """Real runs against the dense recursion."""
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -36,6 +37,7 @@ def train(model, t, rank, accumulation):
     loss_of(model, t, accumulation - 1, rank, accumulation).backward()
 
 
+@cache
 def expected(topology, n, optimizer, accumulation):
     rounds = catalog.build(topology, Layout(n, WORKERS_PER_NODE[n])).rounds
     return run_dense([round_.matrix() for round_ in rounds], optimizer, accumulation)

@@ -43,6 +43,9 @@ class BackwardListener(Protocol):
     def gradient_ready(self, index: int) -> None:
         """Gradient number ``index`` is complete."""
 
+    def gradient_growing(self, index: int) -> None:
+        """Gradient number ``index`` came from a nested backward and may grow until the outermost ends."""
+
     def backward_finished(self) -> None:
         """No gradient will follow in this backward."""
 
@@ -63,7 +66,6 @@ class BackwardHooks:
         self._task: int | None = None  # the outermost backward under way
         self._any_gradient = False  # whether it reached one of the parameters
         self._computed_at: int | None = None  # step of the oldest output it came through
-        self._inner: set[int] = set()  # parameters with gradients from nested backwards
         me = weakref.ref(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -97,7 +99,6 @@ class BackwardHooks:
         if _is_nested():
             return False
         self._task, self._any_gradient, self._computed_at = task, False, None
-        self._inner.clear()
         torch.autograd.Variable._execution_engine.queue_callback(
             partial(_call, weakref.ref(self), BackwardHooks._finished, task)
         )
@@ -113,10 +114,10 @@ class BackwardHooks:
         if not self._any_gradient:
             self._any_gradient = True
             listener.backward_started(listener.t if self._computed_at is None else self._computed_at)
-        if not outermost:
-            self._inner.add(index)
-        elif index not in self._inner:
+        if outermost:
             listener.gradient_ready(index)
+        else:
+            listener.gradient_growing(index)
 
     def _finished(self, task: int) -> None:
         if task != self._task:

@@ -23,27 +23,38 @@ class ReleaseOrder:
         """Forget everything: no parameter is ready, no bucket released."""
         self._missing = [len(members) for members in self._buckets]
         self._ready: set[int] = set()
+        self._held: set[int] = set()
         self.num_released = 0
 
-    @property
-    def started(self) -> bool:
-        """Whether any parameter was ready since the last reset."""
-        return bool(self._ready) or self.num_released > 0
-
     def ready(self, parameter: int) -> None:
-        """Note that a parameter has its gradient.
-
-        A parameter may be ready more than once while its bucket is not released (its gradient then still grows).
+        """Note that a parameter has its gradient; nothing new for one that is ready or held.
 
         Raises:
             LookupError: If the bucket of the parameter was already released.
         """
+        bucket = self._waiting(parameter)
+        if parameter not in self._ready and parameter not in self._held:
+            self._ready.add(parameter)
+            self._missing[bucket] -= 1
+
+    def hold(self, parameter: int) -> None:
+        """Note that the gradient of a parameter may grow until backward ends.
+
+        Raises:
+            LookupError: If the bucket of the parameter was already released.
+        """
+        bucket = self._waiting(parameter)
+        self._held.add(parameter)
+        if parameter in self._ready:
+            self._ready.remove(parameter)
+            self._missing[bucket] += 1
+
+    def _waiting(self, parameter: int) -> int:
+        """Return the bucket of a parameter, which must not be released."""
         bucket = self._bucket_of[parameter]
         if bucket < self.num_released:
             raise LookupError(parameter)
-        if parameter not in self._ready:
-            self._ready.add(parameter)
-            self._missing[bucket] -= 1
+        return bucket
 
     def release(self, *, everything: bool = False) -> int | None:
         """Return the next bucket that may be stepped and mark it released, or None.

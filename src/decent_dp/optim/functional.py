@@ -39,9 +39,14 @@ from decent_dp.optim.fused import is_dense, is_plain, supports_fused
 # size bounds the scratch.
 _BATCH_BYTES_CPU = 2 * 2**20
 _BATCH_BYTES = 256 * 2**20
-# Scratch pieces start at multiples of this many elements, so that vector loads are aligned for any dtype.
+# Smaller tensors are not worth a view of their own.
+_SMALL_BYTES = 2**18
+# In elements: a whole number of vectors for any dtype.
 _ALIGNMENT = 64
 
+# Parameters one call can serve: device, dtype, whether plain tensors, whether fused, step.
+_Kind = tuple[torch.device, torch.dtype, bool, bool, int]
+# x, g, M, V, b
 _Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
@@ -101,10 +106,9 @@ def accum_adam(
     s = accum_iter
     kernel = adamw if decoupled_weight_decay else adam
     lists = (params, grads, first_moments, second_moments, gradient_means)
-    for (device, _, use_fused, flat, step), columns in _alike(lists, steps, fused).items():
+    for (device, _, plain, use_fused, step), columns in _alike(lists, steps, fused).items():
         k = -(-step // s)
-        batch_bytes = _BATCH_BYTES_CPU if device.type == "cpu" else _BATCH_BYTES
-        for x, g, M, V, b in _batches(columns, batch_bytes) if flat and s > 1 else (columns,):
+        for x, g, M, V, b in _batches(columns, device) if plain and s > 1 else (columns,):
             if s == 1:
                 m, v = M, V
             else:
@@ -112,7 +116,7 @@ def accum_adam(
                 torch._foreach_add_(b, g, alpha=1 / s)
                 if weight_decay and not decoupled_weight_decay:
                     torch._foreach_add_(b, x, alpha=weight_decay / s)
-                m, v = _scratch_copies(M, V) if flat else ([t.clone() for t in M], [t.clone() for t in V])
+                m, v = _copies(M), _copies(V)
             kernel(
                 x, g, m, v, [],
                 # The kernel counts up before it uses the count; its bias corrections are by window.
@@ -120,41 +124,43 @@ def accum_adam(
                 foreach=None if use_fused else foreach, fused=True if use_fused else None, amsgrad=False,
                 beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
             )  # fmt: skip
+            del m, v  # so that the next batch finds the same memory, still in the cache
             if s > 1 and step % s == 0:
-                torch._foreach_lerp_(M, b, 1 - beta1)
+                torch._foreach_mul_(M, beta1)
+                torch._foreach_add_(M, b, alpha=1 - beta1)
                 torch._foreach_mul_(V, beta2)
                 torch._foreach_addcmul_(V, b, b, 1 - beta2)
                 torch._foreach_zero_(b)
 
 
-def _alike(
-    lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool | None
-) -> dict[tuple[torch.device, torch.dtype, bool, bool, int], _Columns]:
-    """Sort parameters into those one call can serve: by device, dtype, fused, flat and step."""
-    groups: dict[tuple[torch.device, torch.dtype, bool, bool, int], _Columns] = {}
-    for x, g, *state, step in zip(*lists, steps, strict=True):
+def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool | None) -> dict[_Kind, _Columns]:
+    """Sort parameters into those one call can serve: columns x, g, M, V, b for each kind."""
+    groups: dict[_Kind, _Columns] = {}
+    for x, g, M, V, b, step in zip(*lists, steps, strict=True):
         if x.numel() == 0:
             continue
         use_fused = fused is not False and supports_fused(x)
         if x.is_complex():
-            x, g, *state = (torch.view_as_real(t.resolve_conj()) for t in (x, g, *state))
-        flat = is_plain(x) and is_dense(x) and all(_same_order(t, x) for t in state)
-        if flat:
+            x, g, M, V, b = (torch.view_as_real(t.resolve_conj()) for t in (x, g, M, V, b))
+        plain = is_plain(x)
+        if plain and is_dense(x) and all(_same_order(t, x) for t in (M, V, b)):
             if not _same_order(g, x) or g.dtype != x.dtype:
                 g = torch.empty_like(x).copy_(g)
-            row = tuple(map(_flatten, (x, g, *state)))
+            if x.numel() * x.element_size() > _SMALL_BYTES:
+                x, g, M, V, b = map(_flatten, (x, g, M, V, b))
         else:
-            row = (x, g, *state)
-        key = (x.device, x.dtype, use_fused and flat, flat, step)
-        columns = groups.setdefault(key, ([], [], [], [], []))
-        for column, tensor in zip(columns, row, strict=True):
+            use_fused = False
+        columns = groups.setdefault((x.device, x.dtype, plain, use_fused, step), ([], [], [], [], []))
+        for column, tensor in zip(columns, (x, g, M, V, b), strict=True):
             column.append(tensor)
     return groups
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
     """Whether the elements of two tensors of one shape lie in memory in the same order."""
-    return all(i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True))
+    return a.stride() == b.stride() or all(
+        i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+    )
 
 
 def _flatten(tensor: Tensor) -> Tensor:
@@ -162,39 +168,33 @@ def _flatten(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _batches(columns: _Columns, batch_bytes: int) -> Iterator[_Columns]:
-    """Cut flat tensors into batches of at most so many bytes, see [Note: pieces]."""
-    capacity = max(batch_bytes // columns[0][0].element_size(), _ALIGNMENT)
+def _batches(columns: _Columns, device: torch.device) -> Iterator[_Columns]:
+    """Collect small tensors and cut large flat ones into batches, see [Note: pieces]."""
+    batch_bytes = _BATCH_BYTES_CPU if device.type == "cpu" else _BATCH_BYTES
+    capacity = batch_bytes // columns[0][0].element_size()
     batch: _Columns = ([], [], [], [], [])
-    filled = 0
+    room = capacity
     for row in zip(*columns, strict=True):
         start, size = 0, row[0].numel()
         while start < size:
-            length = min(size - start, capacity - filled)
-            whole = length == size
+            # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
+            length = min(size - start, max(room // _ALIGNMENT, 1) * _ALIGNMENT) if row[0].ndim == 1 else size
             for column, tensor in zip(batch, row, strict=True):
-                column.append(tensor if whole else tensor.narrow(0, start, length))
+                column.append(tensor if length == size else tensor.narrow(0, start, length))
             start += length
-            # Round up, so that every piece but the last of a tensor ends where a vector does: results do not
-            # depend on where the cuts are.
-            filled += -(-length // _ALIGNMENT) * _ALIGNMENT
-            if filled >= capacity:
+            room -= length
+            if room <= 0:
                 yield batch
-                batch, filled = ([], [], [], [], []), 0
-    if filled:
+                batch, room = ([], [], [], [], []), capacity
+    if batch[0]:
         yield batch
 
 
-def _scratch_copies(M: list[Tensor], V: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of flat pieces, side by side in one allocation each."""
-    room = [-(-piece.numel() // _ALIGNMENT) * _ALIGNMENT for piece in M]
-    copies = []
-    for pieces in (M, V):
-        scratch = pieces[0].new_empty(sum(room))
-        parts = [part[: piece.numel()] for part, piece in zip(torch.split(scratch, room), pieces, strict=True)]
-        torch._foreach_copy_(parts, pieces)
-        copies.append(parts)
-    return copies[0], copies[1]
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies that lie in memory as the originals do."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def _counters(number: int, windows: int, device: torch.device) -> list[Tensor]:

@@ -60,15 +60,11 @@ def build(name: str, layout: Layout) -> Topology:
         2
     """
     if not isinstance(name, str):
-        raise TopologyError(
-            f"{name!r} is of type {type(name).__name__}; give the name of a topology: {_listed()}"
-        )
+        raise TopologyError(f"{name!r} is of type {type(name).__name__}; give the name of a topology: {_listed()}")
     if name not in _BUILDERS:
         near = difflib.get_close_matches(name.lower(), _BUILDERS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else "."
-        raise TopologyError(
-            f"unknown topology {name!r}{hint} Known are {_listed()}; register() adds your own"
-        )
+        raise TopologyError(f"unknown topology {name!r}{hint} Known are {_listed()}; register() adds your own")
     topology = _BUILDERS[name](layout)
     if not isinstance(topology, Topology):
         raise TopologyError(

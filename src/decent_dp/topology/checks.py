@@ -20,9 +20,7 @@ def check_rounds(name: str, num_workers: int, rounds: Sequence[Round], *, doubly
         TopologyError: Naming the topology, the round, the rank and the number found.
     """
     if not rounds:
-        raise TopologyError(
-            f"topology {name!r} has no rounds: give at least one; Round.identity(n) mixes nothing"
-        )
+        raise TopologyError(f"topology {name!r} has no rounds: give at least one; Round.identity(n) mixes nothing")
     for index, round in enumerate(rounds):
         where = f"topology {name!r}, round {index}"
         if round.num_workers != num_workers:
@@ -53,21 +51,15 @@ def _check_row(where: str, row: Row, num_workers: int) -> None:
     before = -1
     for other, weight in row:
         if not 0 <= other < num_workers:
-            raise TopologyError(
-                f"{where}: gives weight to rank {other}; ranks go from 0 to {num_workers - 1}"
-            )
+            raise TopologyError(f"{where}: gives weight to rank {other}; ranks go from 0 to {num_workers - 1}")
         if other <= before:
-            raise TopologyError(
-                f"{where}: rank {other} follows rank {before}; list ranks once, in ascending order"
-            )
+            raise TopologyError(f"{where}: rank {other} follows rank {before}; list ranks once, in ascending order")
         before = other
         if weight > 0 and math.isfinite(weight):
             continue
         if weight == 0:
             raise TopologyError(f"{where}: gives rank {other} the weight 0; leave it out of the row")
-        raise TopologyError(
-            f"{where}: gives rank {other} the weight {weight}; weights are finite and not negative"
-        )
+        raise TopologyError(f"{where}: gives rank {other} the weight {weight}; weights are finite and not negative")
     total = math.fsum(weight for _, weight in row)
     if abs(total - 1) > TOLERANCE:
         raise TopologyError(

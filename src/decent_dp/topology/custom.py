@@ -91,9 +91,7 @@ def from_edges(
         Xiao and Boyd, Fast linear iterations for distributed averaging, Systems & Control Letters 53 (2004),
         65-78.
     """
-    rounds = (
-        _round_of(edges, layout, f"topology {name!r}, round {t}") for t, edges in enumerate(rounds_of_edges)
-    )
+    rounds = (_round_of(edges, layout, f"topology {name!r}, round {t}") for t, edges in enumerate(rounds_of_edges))
     return Topology(name, layout, tuple(rounds))
 
 
@@ -119,15 +117,11 @@ def _read(edge: tuple[int, int, float], layout: Layout, where: str) -> tuple[int
         try:
             whole(rank)
         except TypeError:
-            raise TopologyError(
-                f"{where}: {rank!r} in {edge!r} is no rank; ranks are whole numbers"
-            ) from None
+            raise TopologyError(f"{where}: {rank!r} in {edge!r} is no rank; ranks are whole numbers") from None
         if not 0 <= rank < layout.num_workers:
             raise TopologyError(f"{where}, rank {rank}: ranks go from 0 to {layout.num_workers - 1}")
     if i == j:
-        raise TopologyError(
-            f"{where}, rank {i}: paired with itself; a worker keeps what it does not give away"
-        )
+        raise TopologyError(f"{where}, rank {i}: paired with itself; a worker keeps what it does not give away")
     if not 0 <= w <= 1:
         raise TopologyError(f"{where}, rank {i}: gives rank {j} the weight {w}; weights go from 0 to 1")
     return whole(i), whole(j), w
@@ -137,8 +131,7 @@ def _row_of(rank: int, weights: dict[int, float], where: str) -> Row:
     keeps = 1 - math.fsum(weights.values())
     if keeps < -1e-12:
         raise TopologyError(
-            f"{where}, rank {rank}: gives away {1 - keeps:.12g} in all; the sum over its pairs may not "
-            "exceed 1"
+            f"{where}, rank {rank}: gives away {1 - keeps:.12g} in all; the sum over its pairs may not exceed 1"
         )
     row = {**weights, rank: keeps if keeps > 1e-12 else 0.0}
     return tuple((other, w) for other, w in sorted(row.items()) if w)

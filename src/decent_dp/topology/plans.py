@@ -121,9 +121,7 @@ def _clique_at(round: Round, lowest: Row, num_owners: Counter[int], num_readers:
         if id(row) in seen:
             continue
         seen.add(id(row))
-        is_shared = (
-            num_owners[id(row)] > 1
-        )  # then each entry stands beside the diagonal for one of its owners
+        is_shared = num_owners[id(row)] > 1  # then each entry stands beside the diagonal for one of its owners
         for expected, (other, weight) in zip(ranks, row, strict=True):
             if other != expected or (abs(weight - a) > _TOLERANCE and (is_shared or other != rank)):
                 return None

@@ -82,9 +82,7 @@ class Round:
         except (TypeError, ValueError) as error:
             raise TopologyError(f"a round needs a matrix of numbers: {error}") from None
         if dense.ndim != 2 or dense.shape[0] != dense.shape[1] or not dense.size:
-            raise TopologyError(
-                f"a round needs a square matrix with a row and a column a worker; got {dense.shape}"
-            )
+            raise TopologyError(f"a round needs a square matrix with a row and a column a worker; got {dense.shape}")
         same: dict[Row, Row] = {}
         rows = []
         for values in dense:

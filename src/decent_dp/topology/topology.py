@@ -41,9 +41,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounds", tuple(self.rounds))
-        check_rounds(
-            self.name, self.layout.num_workers, self.rounds, doubly_stochastic=self.doubly_stochastic
-        )
+        check_rounds(self.name, self.layout.num_workers, self.rounds, doubly_stochastic=self.doubly_stochastic)
 
     @property
     def num_rounds(self) -> int:
