@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import pytest
 from pool import Pool
 from processes import command_of, running_processes
 
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they end with this process
 
 
@@ -26,9 +27,9 @@ def _children() -> set[int]:
     return {pid for pid in pids if not any(helper in command_of(pid) for helper in _HELPERS)}
 
 
-@pytest.fixture(autouse=True)
-def no_children_left() -> Iterator[None]:
-    """Fail a test that leaves a child process of its own running."""
+@contextlib.contextmanager
+def children_end() -> Iterator[None]:
+    """Fail when a child process that was started inside still runs a moment after the end."""
     before = _children()
     yield
     deadline = time.monotonic() + _GRACE_S
@@ -37,5 +38,13 @@ def no_children_left() -> Iterator[None]:
     if left:
         commands = [f"{pid}: {command_of(pid)}" for pid in sorted(left)]
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         pytest.fail("the test left processes running:\n" + "\n".join(commands))
+
+
+@pytest.fixture(autouse=True)
+def no_children_left() -> Iterator[None]:
+    """Fail a test that leaves a child process of its own running."""
+    with children_end():
+        yield

@@ -17,50 +17,27 @@ A worker that failed is cleaned and used again; one that died or hung is killed 
 
 import atexit
 import contextlib
-import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from processes import die_with_parent, process_info
+from pool_worker import CLEAN_UP, RETURNED, Case, WorkerError, exact_environment, work
+from processes import process_info
 
 MAX_WORKERS = 8
 _START_TIMEOUT_S = 90.0
+_CLEAN_UP_TIMEOUT_S = 10.0
 _GRACE_S = 1.0  # past a group timeout, for the error to travel up to its rank's answer
-# The first optimizer that is made imports torch._dynamo: seconds in every worker, unless it is here already.
-_PRELOAD = ["numpy", "pytest", "torch", "torch.distributed", "torch._dynamo"]
-
-
-class WorkerError(NamedTuple):
-    """What one rank raised; `WorkerDied` and `WorkerHung` are type names for ranks that could not answer."""
-
-    type_name: str
-    message: str
-    traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> "WorkerError":
-        """Text alone: a kept traceback would hold the frames of the case, and their process groups, alive."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
 class WorkerFailure(Exception):  # noqa: N818 - a failure of the case; the errors are inside
@@ -85,28 +62,15 @@ class Resources(NamedTuple):
     num_threads: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """What one rank is told; the call is pickled apart, so that a failing import is an error of the case."""
-
-    rank: int
-    num_workers: int
-    call: bytes
-    store: Path
-    group_timeout_s: float | None
-    environment: dict[str, str]
-    import_path: list[str]
-    warning_filters: list[tuple[Any, ...]]
-
-
 class Pool:
     """Up to `MAX_WORKERS` gloo workers on this machine, started when first needed and kept."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
-        # Threads that a library starts on import would not survive the fork.
-        with _environment(os.environ | {"OMP_NUM_THREADS": "1"}):
+        self._context.set_forkserver_preload(["pool_server"])
+        # One thread: those that a library starts on import would not survive the fork.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        with exact_environment(os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}):
             forkserver.ensure_running()
         self._directory = Path(tempfile.mkdtemp(prefix="decent-dp-pool-"))
         self._workers: list[_Worker] = []
@@ -167,7 +131,8 @@ class Pool:
                 }
                 environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | {k: str(v) for k, v in launch.items()}
                 filters = list(warnings.filters)
-                worker.send(_Case(rank, n, call, store, group_timeout_s, environment, sys.path, filters))
+                case = Case(rank, n, call, store, group_timeout_s, environment, sys.path, filters)
+                worker.send(pickle.dumps(case))
             _collect(workers, answers, timeout_s, group_timeout_s or 0.0)
         finally:
             # Also after an interrupt: a worker that is still inside the case cannot be used again.
@@ -203,8 +168,10 @@ class Pool:
             raise ValueError(f"n={n}: a case has 1 to {MAX_WORKERS} workers")
         started = []
         for index in range(n):
-            if index < len(self._workers) and self._workers[index].is_idle():
-                continue
+            if index < len(self._workers):
+                if self._workers[index].is_idle():
+                    continue
+                self._workers[index].kill()
             self._num_started += 1
             stacks = self._directory / f"stacks-{self._num_started}"
             worker = _Worker(self._context, stacks)
@@ -221,7 +188,7 @@ class _Worker:
     def __init__(self, context: Any, stacks: Path) -> None:
         self.connection, child = context.Pipe()
         self._stacks = stacks
-        self.process = context.Process(target=_work, args=(child, stacks), daemon=True)
+        self.process = context.Process(target=work, args=(child, stacks), daemon=True)
         self.process.start()
         child.close()
 
@@ -235,9 +202,9 @@ class _Worker:
         """Alive, and nothing to read: no end of file either."""
         return self.process.is_alive() and not self.connection.poll()
 
-    def send(self, case: _Case) -> None:
+    def send(self, message: bytes) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: noticed while collecting
-            self.connection.send_bytes(pickle.dumps(case))
+            self.connection.send_bytes(message)
 
     def end(self, timeout_s: float) -> WorkerError:
         """Kill a worker that gave no answer, and say what had become of it."""
@@ -252,7 +219,9 @@ class _Worker:
         return WorkerError("WorkerHung", f"no answer (the case may take {timeout_s:g} s){stopped}", stacks)
 
     def kill(self) -> None:
-        """Kill the process and what it has started (it leads a session of its own)."""
+        """Kill the process and what it has started (it leads a session of its own); nothing the second time."""
+        if self.connection.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -269,10 +238,26 @@ class _Worker:
         return self._stacks.read_text()
 
 
-def _collect(workers: list[_Worker], answers: dict[int, Any], timeout_s: float, timeout_after_death_s: float) -> None:
-    """Fill in the answers by rank until all workers have answered or died, or time is up."""
+def _collect(workers: list[_Worker], answers: dict[int, Any], timeout_s: float, group_timeout_s: float) -> None:
+    """Fill in the answers by rank; the ranks that are missing afterwards have died or hang."""
+    returned: dict[int, _Worker] = {}
+    for rank, message in _messages(dict(enumerate(workers)), timeout_s, group_timeout_s):
+        if message == RETURNED:
+            returned[rank] = workers[rank]
+        else:
+            answers[rank] = pickle.loads(message)
+    for worker in returned.values():
+        worker.send(CLEAN_UP)
+    for rank, message in _messages(returned, group_timeout_s + _CLEAN_UP_TIMEOUT_S, 0.0):
+        answers[rank] = pickle.loads(message)
+
+
+def _messages(
+    waiting: dict[int, _Worker], timeout_s: float, timeout_after_death_s: float
+) -> Iterator[tuple[int, bytes]]:
+    """The next message of each worker, until all have sent one or died, or time is up."""
+    waiting = dict(waiting)
     deadline = time.monotonic() + timeout_s
-    waiting = dict(enumerate(workers))
     while waiting:
         watched = [end for worker in waiting.values() for end in (worker.connection, worker.process.sentinel)]
         if not connection.wait(watched, max(0.0, deadline - time.monotonic())):
@@ -280,113 +265,12 @@ def _collect(workers: list[_Worker], answers: dict[int, Any], timeout_s: float, 
         for rank, worker in list(waiting.items()):
             try:
                 if worker.connection.poll():
-                    answers[rank] = pickle.loads(worker.connection.recv_bytes())
+                    message = worker.connection.recv_bytes()
                     del waiting[rank]
+                    yield rank, message
                 elif not worker.process.is_alive():
                     raise EOFError
             except (EOFError, ConnectionError):
                 del waiting[rank]
                 worker.process.join(5.0)
                 deadline = min(deadline, time.monotonic() + timeout_after_death_s + _GRACE_S)
-
-
-# ---- inside the worker ----
-
-
-def _work(pipe: connection.Connection, stacks_path: Path) -> None:
-    """Answer cases until the parent is gone."""
-    # The workers die with the server and the server with the parent: it waits for the last holder of this
-    # descriptor to close it, and every worker inherits one.
-    die_with_parent()
-    os.close(forkserver._forkserver._forkserver_alive_fd)
-    os.setsid()
-    multiprocessing.current_process().daemon = False  # a case may start data workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # so that collecting after a case walks over what the case has made, not over all of torch
-    with stacks_path.open("wb") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        pipe.send_bytes(b"ready")
-        while True:
-            try:
-                case = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionError):
-                return
-            pipe.send_bytes(_answer(case))
-
-
-def _answer(case: _Case) -> bytes:
-    """The pickled result of a case, or the pickled error; the worker is clean afterwards."""
-    errors: list[WorkerError] = []
-    result = b""
-    sys.path[:] = case.import_path
-    with _environment(case.environment), _torch_defaults(), _lost_errors(errors), warnings.catch_warnings():
-        warnings.resetwarnings()
-        for action, message, category, module, lineno in reversed(case.warning_filters):
-            texts = (getattr(pattern, "pattern", pattern) or "" for pattern in (message, module))
-            warnings.filterwarnings(action, next(texts), category, next(texts), lineno)
-        torch.manual_seed(case.rank)
-        random.seed(case.rank)
-        try:
-            result = _call(case)
-        except BaseException as error:  # SystemExit as well: the worker lives on
-            errors.append(WorkerError.of(error))
-        try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        except Exception as error:
-            errors.append(WorkerError.of(error))
-        gc.collect()  # here, so that destructors warn under the filters of the case
-    return pickle.dumps(errors[0]) if errors else result
-
-
-def _call(case: _Case) -> bytes:
-    """Make the process group, call the function; what it leaves in local variables ends with this frame."""
-    fn, args = pickle.loads(case.call)
-    if case.group_timeout_s is not None:
-        timeout = timedelta(seconds=case.group_timeout_s)
-        # A file: connecting to a TCPStore looks names up, which may take 5 s on a machine without DNS.
-        store = dist.FileStore(str(case.store), case.num_workers)
-        dist.init_process_group("gloo", store=store, rank=case.rank, world_size=case.num_workers, timeout=timeout)
-    return pickle.dumps(fn(case.rank, case.num_workers, *args))
-
-
-@contextlib.contextmanager
-def _environment(environment: dict[str, str]) -> Iterator[None]:
-    """Exactly these variables inside; the former ones afterwards."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _torch_defaults() -> Iterator[None]:
-    """Put torch's switches back that a case may have turned."""
-    dtype, grad, num_threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
-        torch.set_num_threads(num_threads)
-
-
-@contextlib.contextmanager
-def _lost_errors(errors: list[WorkerError]) -> Iterator[None]:
-    """Count exceptions that Python can only print (destructors, threads) as errors of the case."""
-
-    def note(lost: Any) -> None:
-        errors.append(WorkerError.of(lost.exc_value))
-
-    before = sys.unraisablehook, threading.excepthook
-    sys.unraisablehook = threading.excepthook = note
-    try:
-        yield
-    finally:
-        sys.unraisablehook, threading.excepthook = before

@@ -128,9 +128,11 @@ def spawn_script(
             leftovers = _leftovers(tag, leftover_grace_s)
             return ScriptRun(group.rank_outputs(), group.launcher_output(), leftovers)
         finally:
-            for pid in _tagged(tag):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            while left := _tagged(tag):
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(_POLL_S)
 
 
 class _Process:

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from conftest import children_end
 from pool import Pool, WorkerError, WorkerFailure
 from processes import command_of, process_info
 from spawn import SignalAt, spawn_script
@@ -361,7 +363,7 @@ def test_torchrun() -> None:
     assert run.leftovers == []
 
 
-def test_a_pytest_that_is_killed_or_interrupted_leaves_nothing() -> None:
+def test_a_pytest_that_is_killed_or_interrupted_leaves_nothing(tmp_path: Path) -> None:
     code = """
         import os, sys, time
         import pytest
@@ -378,24 +380,12 @@ def test_a_pytest_that_is_killed_or_interrupted_leaves_nothing() -> None:
             sys.exit(pytest.main(["-s", "-p", "no:cacheprovider", "--rootdir", ".", __file__]))
     """
     signals = [SignalAt("hanging 1", 0, signal.SIGKILL), SignalAt("hanging 1", 1, signal.SIGINT)]
-    run = spawn_script(code, 2, signals=signals)
+    run = spawn_script(code, 2, signals=signals, env={"TMPDIR": str(tmp_path)})
     assert [rank.code for rank in run.ranks] == [-signal.SIGKILL, pytest.ExitCode.INTERRUPTED]
     assert run.leftovers == []
 
 
 def test_the_guard_finds_a_child_that_is_left() -> None:
-    code = """
-        import subprocess, sys
-        import pytest
-        from conftest import no_children_left
-
-        def test_leave(request):
-            request.config.child = subprocess.Popen(["sleep", "60"])
-
-        if __name__ == "__main__":
-            sys.exit(pytest.main(["-p", "no:cacheprovider", "--rootdir", ".", __file__]))
-    """
-    run = spawn_script(code, 1)
-    assert run.ranks[0].code == pytest.ExitCode.TESTS_FAILED
-    assert "the test left processes running" in run.ranks[0].stdout
-    assert run.leftovers == []
+    with pytest.raises(pytest.fail.Exception, match=r"left processes running:\n.*sleep 60"), children_end():
+        process = subprocess.Popen(["sleep", "60"])
+    assert process.wait() == -signal.SIGKILL

@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from optim import oracle
 
 from decent_dp import optim
 from decent_dp.optim import functional
+from optim import oracle
 
 # name -> (factory, decay is decoupled, steps in a window)
 OPTIMIZERS = {

@@ -5,10 +5,14 @@ each distinct clique this worker is in. They are made on the store of the user's
 else, so they cannot pair up with the user's collectives, and they end with the model.
 """
 
+import contextlib
 import logging
+import threading
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch import Tensor
 
 from decent_dp.comm.protocol import PeerFailure
 from decent_dp.errors import ConfigurationError, ExchangeError
+
+_NOTES_S = 3.0  # how long to wait for the notes of workers that fail at about the same time
 
 logger = logging.getLogger("decent_dp")
 
@@ -54,12 +60,13 @@ class TorchCommunicator:
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
         """See `Communicator.prepare`: connect the groups, in the same order on every worker."""
         namespace = self.gather(uuid.uuid4().hex)[0]
+        self._store = dist.distributed_c10d.PrefixStore(f"decent_dp/{namespace}", self._group.get_group_store())
         everyone = tuple(range(self.num_workers))
         for kind in sorted({device.type for device in devices}):
-            self._groups[None, kind] = self._connect(everyone, kind, f"decent_dp/{namespace}/{kind}/all")
+            self._groups[None, kind] = self._connect(everyone, kind, f"{kind}/all")
             for number, clique in enumerate(cliques):
                 if self.rank in clique:
-                    self._groups[clique, kind] = self._connect(clique, kind, f"decent_dp/{namespace}/{kind}/{number}")
+                    self._groups[clique, kind] = self._connect(clique, kind, f"{kind}/{number}")
         logger.debug("rank %d: %d groups for %d workers", self.rank, len(self._groups), self.num_workers)
 
     def start_swap(
@@ -73,46 +80,52 @@ class TorchCommunicator:
         """See `Communicator.start_swap`. Receives are posted first: a send waits for the receive of the other side."""
         kind = payload.device.type
         group = self._groups[None, kind]
-        works: list[tuple[Any, tuple[int, ...]]] = []
+        works = _Works(self, (payload, *buffers))
         if kind == "cuda":  # one kernel for all, or the two sides' sends wait for each other
             group._start_coalescing(payload.device)
         for rank, buffer in zip(receive_from, buffers, strict=True):
-            works.append((group.recv([buffer], rank, tag), (rank,)))
+            works.add((rank,), partial(group.recv, [buffer], rank, tag))
         for rank in send_to:
-            works.append((group.send([payload], rank, tag), (rank,)))
+            works.add((rank,), partial(group.send, [payload], rank, tag))
         if kind == "cuda":
-            works = [(group._end_coalescing(payload.device), tuple({*receive_from, *send_to}))]
-        return _Works(works, (payload, *buffers))
+            works = _Works(self, (payload, *buffers))
+            works.add(tuple({*receive_from, *send_to}), partial(group._end_coalescing, payload.device))
+        return works
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> "_Works":
         """See `Communicator.start_sum`."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
-        work = self._groups[_key(ranks), buffer.device.type].allreduce([buffer], options)
-        return _Works([(work, self._others(ranks))], (buffer,))
+        group = self._groups[_key(ranks), buffer.device.type]
+        return _Works(self, (buffer,)).add(self._others(ranks), partial(group.allreduce, [buffer], options))
 
     def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int]) -> "_Works":
         """See `Communicator.start_gather`; travels as bytes, so that every dtype is served."""
         bytes_out = payload.view(torch.uint8)
         bytes_in = [buffer.view(torch.uint8) for buffer in buffers]
-        work = self._groups[_key(ranks), payload.device.type].allgather([bytes_in], [bytes_out])
-        return _Works([(work, self._others(ranks))], (payload, *buffers))
+        group = self._groups[_key(ranks), payload.device.type]
+        gather = partial(group.allgather, [bytes_in], [bytes_out])
+        return _Works(self, (payload, *buffers)).add(self._others(ranks), gather)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """See `Communicator.broadcast`; travels as contiguous bytes, so that every dtype and stride is served."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        sent = []
-        for tensor in tensors:
-            if tensor.numel() > 0:
-                flat = tensor.detach().contiguous().reshape(-1)
-                work = self._groups[None, tensor.device.type].broadcast([flat.view(torch.uint8)], options)
-                sent.append((tensor, flat, work))
-        works = [(work, (0,) if self.rank else self._others(None)) for _, _, work in sent]
-        _Works(works, ()).wait()
+        sent = [(tensor, tensor.detach().contiguous().reshape(-1)) for tensor in tensors if tensor.numel() > 0]
+        works = _Works(self, ())
+        for _, flat in sent:
+            group = self._groups[None, flat.device.type]
+            works.add(self._others(None), partial(group.broadcast, [flat.view(torch.uint8)], options))
+        try:
+            works.wait()
+        except PeerFailure as failure:
+            raise ExchangeError(
+                f"rank {self.rank}: lost {_name(failure.ranks)} while parameters were copied from rank 0: "
+                f"{failure.reason}; look at the log of {_name(failure.ranks)}"
+            ) from failure
         if self.rank:
             with torch.no_grad():
-                for tensor, flat, _ in sent:
+                for tensor, flat in sent:
                     tensor.copy_(flat.view(tensor.shape))
 
     def gather(self, value: Any) -> list[Any]:
@@ -145,7 +158,7 @@ class TorchCommunicator:
                 "for cpu and nccl for cuda: pass backend='cpu:gloo,cuda:nccl' to init_process_group"
             )
         timeout = self._timeout or users.options._timeout  # type: ignore[union-attr]
-        store = dist.distributed_c10d.PrefixStore(name, self._group.get_group_store())
+        store = dist.distributed_c10d.PrefixStore(name, self._store)
         rank = ranks.index(self.rank)
         try:
             if kind == "cpu":
@@ -159,6 +172,35 @@ class TorchCommunicator:
                 "look at the log of the worker that ended first"
             ) from error
 
+    def explain(self, ranks: tuple[int, ...], error: RuntimeError) -> PeerFailure:
+        """Turn a backend's error into the workers that are lost and what happened to them.
+
+        A worker that fails leaves a note in the store. Of several suspects those without a note are the cause; if all
+        have one, they failed because of somebody else, whom their notes name.
+        """
+        notes: dict[int, str] = {}
+        reader = threading.Thread(target=self._exchange_notes, args=(ranks, notes), daemon=True)
+        reader.start()
+        reader.join(_NOTES_S + 1)  # the store may have died with its host
+        silent = tuple(rank for rank in ranks if rank not in notes)
+        reason = _reason(error)
+        if len(silent) < len(ranks) and silent:
+            return PeerFailure(silent, reason)
+        if notes and not silent:
+            reason += "".join(f"; rank {rank} itself had lost {notes[rank]}" for rank in ranks if rank in notes)
+        return PeerFailure(ranks, reason)
+
+    def _exchange_notes(self, ranks: tuple[int, ...], notes: dict[int, str]) -> None:
+        """Leave a note of whom this worker lost, and collect those of the workers it waited for."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"lost/{self.rank}", _name(ranks))
+            deadline = time.monotonic() + _NOTES_S
+            while len(notes) < len(ranks) and time.monotonic() < deadline:
+                for rank in ranks:
+                    if rank not in notes and self._store.check([f"lost/{rank}"]):
+                        notes[rank] = self._store.get(f"lost/{rank}").decode()
+                time.sleep(0.05)
+
     def _others(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(rank for rank in (range(self.num_workers) if ranks is None else ranks) if rank != self.rank)
 
@@ -166,17 +208,26 @@ class TorchCommunicator:
 class _Works:
     """Several operations of a backend, each with the workers it depends on, and the tensors they use."""
 
-    def __init__(self, works: list[tuple[Any, tuple[int, ...]]], tensors: tuple[Tensor, ...]) -> None:
-        self._works = works
+    def __init__(self, communicator: TorchCommunicator, tensors: tuple[Tensor, ...]) -> None:
+        self._communicator = communicator
         self._tensors = tensors  # a backend writes to their memory until wait returns
+        self._works: list[tuple[tuple[int, ...], Any]] = []
+
+    def add(self, ranks: tuple[int, ...], start: Callable[[], Any]) -> "_Works":
+        """Start an operation that depends on some workers."""
+        try:
+            self._works.append((ranks, start()))
+        except RuntimeError as error:
+            raise self._communicator.explain(ranks, error) from error
+        return self
 
     def wait(self) -> None:
         while self._works:
-            work, ranks = self._works[0]
+            ranks, work = self._works[0]
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerFailure(ranks, _reason(error)) from error
+                raise self._communicator.explain(ranks, error) from error
             self._works.pop(0)
         self._tensors = ()
 
@@ -185,12 +236,16 @@ def _key(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if ranks is None else tuple(ranks)
 
 
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+
+
 def _reason(error: RuntimeError) -> str:
     text = str(error)
     if "Connection closed" in text or "Connection reset" in text or "Broken pipe" in text:
-        return "its connection closed, so it has ended"
+        return "the connection closed, so the process has ended"
     if "imed out" in text or "imeout" in text:
-        return f"it did not answer within the timeout ({_first_line(error)})"
+        return f"no answer within the timeout ({_first_line(error)})"
     return _first_line(error)
 
 

@@ -41,8 +41,9 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.storage = FlatStorage(parameters, as_view=as_view)
         flat = self.storage.flat
-        narrower = wire_dtype is not None and wire_dtype.itemsize < flat.element_size()
-        self.wire_dtype = wire_dtype if narrower and wire_dtype is not None else flat.dtype
+        #: Whether a narrower copy travels instead of the parameters.
+        self.is_narrowed = wire_dtype is not None and wire_dtype.itemsize < flat.element_size()
+        self.wire_dtype = wire_dtype if self.is_narrowed and wire_dtype is not None else flat.dtype
         self.exchange: Exchange | None = None
         self.optimizer: Optimizer
         self.scheduler: LRScheduler | None = None

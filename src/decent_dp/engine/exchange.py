@@ -64,12 +64,15 @@ class Exchange:
 
     def error(self, ranks: tuple[int, ...], reason: str) -> ExchangeError:
         """Say which worker did not do its part of this exchange."""
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
-        return ExchangeError(
-            f"rank {self.rank}, step {self.step}: the exchange of {self.where} with {who} failed: {reason}. "
-            f"All workers must run the same updates; look at the log of {who}. This model cannot go on; restart "
-            "from a checkpoint"
-        )
+        return _error(self.rank, self.step, self.where, ranks, reason)
+
+
+def _error(rank: int, step: int, where: str, ranks: tuple[int, ...], reason: str) -> ExchangeError:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+    return ExchangeError(
+        f"rank {rank}, step {step}: the exchange of {where} with {who} failed: {reason}. All workers must run the same "
+        f"updates; look at the log of {who}. This model cannot go on; restart from a checkpoint"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +95,48 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
     if not isinstance(plan, (Average, Swap)):
         return None
     bucket.storage.pack()
-    flat = bucket.storage.flat
-    narrow = bucket.wire_dtype != flat.dtype
-    sent: Tensor | None = None
-    handle: Handle
-    if isinstance(plan, Swap):
-        payload = flat
-        if narrow:
-            payload = sent = _cast(flat, bucket.state("sent", flat.numel(), bucket.wire_dtype))
-        buffers = tuple(
-            bucket.state(f"received {number}", flat.numel(), payload.dtype) for number in range(len(plan.receive_from))
-        )
-        tag = step % 2**14 << 16 | bucket.index % 2**16
-        handle = communicator.start_swap(payload, plan.send_to, tuple(plan.receive_from), buffers, tag)
-        weight = sum(plan.receive_from.values())
-    elif narrow or flat.element_size() <= 2:
-        payload = bucket.state("sent", flat.numel() + 1, bucket.wire_dtype)
-        sent = _cast(flat, payload[:-1])
-        payload[-1] = step % _STEP_MODULUS
-        buffers = tuple(
-            bucket.state(f"received {number}", flat.numel() + 1, bucket.wire_dtype) for number in range(len(plan.ranks))
-        )
-        handle = communicator.start_gather(payload, buffers, plan.ranks)
-        sent = sent if narrow else None
-        weight = plan.weight
-    else:
-        buffer = bucket.state("received 0", flat.numel() + 1, bucket.wire_dtype)
-        torch.mul(flat, 1 / len(plan.ranks), out=buffer[:-1])
-        buffer[-1] = (step % _STEP_MODULUS) / len(plan.ranks)
-        buffers = (buffer,)
-        handle = communicator.start_sum(buffer, plan.ranks)
-        weight = plan.weight
+    try:
+        if isinstance(plan, Swap):
+            weight = sum(plan.receive_from.values())
+            handle, sent, buffers = _start_swap(bucket, step, plan, communicator)
+        else:
+            weight = plan.weight
+            start_average = _start_gather if bucket.is_narrowed or bucket.wire_dtype.itemsize <= 2 else _start_sum
+            handle, sent, buffers = start_average(bucket, step, plan, communicator)
+    except PeerFailure as failure:
+        raise _error(communicator.rank, step, bucket.description, failure.ranks, failure.reason) from failure
     return Exchange(step, plan, strength * weight, handle, sent, buffers, communicator.rank, bucket.description)
+
+
+Started = tuple[Handle, Tensor | None, tuple[Tensor, ...]]
+
+
+def _start_swap(bucket: Bucket, step: int, plan: Swap, communicator: Communicator) -> Started:
+    payload, sent = bucket.storage.flat, None
+    if bucket.is_narrowed:
+        payload = sent = _cast(payload, bucket.state("sent", payload.numel(), bucket.wire_dtype))
+    senders = tuple(plan.receive_from)
+    buffers = tuple(bucket.state(f"received {k}", payload.numel(), payload.dtype) for k in range(len(senders)))
+    tag = step % 2**14 << 16 | bucket.index % 2**16
+    return communicator.start_swap(payload, plan.send_to, senders, buffers, tag), sent, buffers
+
+
+def _start_gather(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
+    length = bucket.storage.flat.numel() + 1
+    payload = bucket.state("sent", length, bucket.wire_dtype)
+    sent = _cast(bucket.storage.flat, payload[:-1])
+    payload[-1] = step % _STEP_MODULUS
+    buffers = tuple(bucket.state(f"received {k}", length, bucket.wire_dtype) for k in range(len(plan.ranks)))
+    handle = communicator.start_gather(payload, buffers, plan.ranks)
+    return handle, sent if bucket.is_narrowed else None, buffers
+
+
+def _start_sum(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
+    flat, k = bucket.storage.flat, len(plan.ranks)
+    buffer = bucket.state("received 0", flat.numel() + 1, flat.dtype)
+    torch.mul(flat, 1 / k, out=buffer[:-1])
+    buffer[-1] = (step % _STEP_MODULUS) / k
+    return communicator.start_sum(buffer, plan.ranks), None, (buffer,)
 
 
 def finish(exchange: Exchange, bucket: Bucket) -> Arrived | None:

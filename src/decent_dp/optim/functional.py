@@ -121,16 +121,13 @@ def accum_adam(
                 x, g, m, v, [],
                 # The kernel counts up before it uses the count; its bias corrections are by window.
                 _counters(len(x), k - 1, device if use_fused else torch.device("cpu")),
-                foreach=None if use_fused else foreach, fused=True if use_fused else None, amsgrad=False,
+                foreach=None if use_fused else foreach, fused=True if use_fused else None,
+                has_complex=x[0].is_complex(), amsgrad=False,
                 beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
             )  # fmt: skip
             del m, v  # so that the next batch finds the same memory, still in the cache
             if s > 1 and step % s == 0:
-                torch._foreach_mul_(M, beta1)
-                torch._foreach_add_(M, b, alpha=1 - beta1)
-                torch._foreach_mul_(V, beta2)
-                torch._foreach_addcmul_(V, b, b, 1 - beta2)
-                torch._foreach_zero_(b)
+                _remember(M, V, b, beta1, beta2)
 
 
 def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool | None) -> dict[_Kind, _Columns]:
@@ -140,8 +137,7 @@ def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool 
         if x.numel() == 0:
             continue
         use_fused = fused is not False and supports_fused(x)
-        if x.is_complex():
-            x, g, M, V, b = (torch.view_as_real(t.resolve_conj()) for t in (x, g, M, V, b))
+        g = g.resolve_conj()
         plain = is_plain(x)
         if plain and is_dense(x) and all(_same_order(t, x) for t in (M, V, b)):
             if not _same_order(g, x) or g.dtype != x.dtype:
@@ -188,6 +184,17 @@ def _batches(columns: _Columns, device: torch.device) -> Iterator[_Columns]:
                 batch, room = ([], [], [], [], []), capacity
     if batch[0]:
         yield batch
+
+
+def _remember(M: list[Tensor], V: list[Tensor], b: list[Tensor], beta1: float, beta2: float) -> None:
+    """Move the mean gradient of a window into the moments."""
+    if b[0].is_complex():
+        M, V, b = ([torch.view_as_real(t) for t in column] for column in (M, V, b))
+    torch._foreach_mul_(M, beta1)
+    torch._foreach_add_(M, b, alpha=1 - beta1)
+    torch._foreach_mul_(V, beta2)
+    torch._foreach_addcmul_(V, b, b, 1 - beta2)
+    torch._foreach_zero_(b)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
