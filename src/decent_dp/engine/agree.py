@@ -54,15 +54,8 @@ def agree(communicator: Communicator, prepare: Callable[[], tuple[Facts, T]]) ->
 
 
 def _first_difference(first: Facts, other: Facts) -> tuple[str, str, str] | None:
-    for (subject, value), (subject_other, value_other) in zip(first, other, strict=False):
-        if (subject, value) != (subject_other, value_other):
-            return (
-                subject,
-                value,
-                value_other if subject == subject_other else f"{value_other} ({subject_other})",
-            )
-    if len(first) != len(other):
-        longer = first if len(first) > len(other) else other
-        subject, value = longer[min(len(first), len(other))]
-        return (subject, value, "nothing") if longer is first else (subject, "nothing", value)
+    ours, theirs = dict(first), dict(other)
+    for subject, _ in [*first, *other]:
+        if ours.get(subject) != theirs.get(subject):
+            return subject, ours.get(subject, "nothing"), theirs.get(subject, "nothing")
     return None
