@@ -259,7 +259,7 @@ def test_a_stopped_worker_is_replaced(pool: Pool) -> None:
 
 
 def test_peers_of_a_hung_rank_see_the_group_timeout(pool: Pool) -> None:
-    results = pool.run(wait_for_a_hung_peer, 2, timeout_s=4, group_timeout_s=1, expect_errors=True)
+    results = pool.run(wait_for_a_hung_peer, 2, timeout_s=2.5, group_timeout_s=1, expect_errors=True)
     assert [result.type_name for result in results] == ["RuntimeError", "WorkerHung"]
     assert pool.run(sum_of_ranks, 2) == [1.0] * 2
 

@@ -113,7 +113,8 @@ class DecentralizedDataParallel(nn.Module):
             )
             value = catalog.build(topology, layout) if isinstance(topology, str) else topology
             names = name_buckets(model, int(bucket_size_in_mb * 2**20))
-            return describe_model(model, layout, value, names, wire_dtype, param_as_bucket_view), (value, names)
+            options = (wire_dtype, param_as_bucket_view, sync_buffer_in_global_avg)
+            return describe_model(model, layout, value, names, *options), (value, names)
 
         value, names = agree(self._communicator, plan)
         parameters = dict(model.named_parameters())

@@ -60,6 +60,7 @@ def describe_model(
     names: list[list[str]],
     wire_dtype: torch.dtype | None,
     as_view: bool,
+    average_buffers: bool,
 ) -> Facts:
     """What must be equal on all workers, in the order in which a difference is best explained."""
     if not isinstance(topology, Topology):
@@ -77,6 +78,7 @@ def describe_model(
         ("the topology", f"'{topology.name}' ({topology.fingerprint()})"),
         ("the wire dtype", str(wire_dtype)),
         ("param_as_bucket_view", str(as_view)),
+        ("sync_buffer_in_global_avg", str(average_buffers)),
         *(
             (f"parameter {number}", f"'{name}' {_shape(p)}{'' if p.requires_grad else ', frozen'}")
             for number, (name, p) in enumerate(model.named_parameters())
