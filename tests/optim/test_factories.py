@@ -56,9 +56,11 @@ def test_defaults_and_order_of_arguments():
         parameters = inspect.signature(optim_fn).parameters
         accumulated = "accum" in optim_fn.__name__
         decay = 0.1 if optim_fn.__name__.endswith("w") else 1 / 32768
-        expected = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": decay}
+        expected = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999}
         if accumulated:
-            expected["accum_iter"] = 4
+            expected |= {"eps": 1e-8, "weight_decay": decay, "accum_iter": 4}
+        else:  # the other way round, as in the original package
+            expected |= {"weight_decay": decay, "eps": 1e-8}
         positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert [p.name for p in positional] == ["params", *expected]
         assert {p.name: p.default for p in positional[1:]} == expected

@@ -87,9 +87,7 @@ def test_exp_of_a_power_of_two_is_exact_from_any_round(n: int) -> None:
             assert plan == Swap((rank ^ 2**t,), {rank ^ 2**t: 0.5})
 
 
-@pytest.mark.parametrize(
-    ("n", "left"), [(5, 0.202), (6, 0.217), (7, 0.125), (12, 0.209), (24, 0.207), (25, 0.192)]
-)
+@pytest.mark.parametrize(("n", "left"), [(5, 0.202), (6, 0.217), (7, 0.125), (12, 0.209), (24, 0.207), (25, 0.192)])
 def test_exp_of_other_sizes_leaves_this_much_after_a_cycle(n: int, left: float) -> None:
     topology = exp(Layout(n, 1))
     assert topology.num_rounds == math.ceil(math.log2(n))
@@ -119,9 +117,7 @@ def test_alternating_exp_ring_is_exact_after_a_cycle(num_nodes: int, local: int)
 
 @pytest.mark.parametrize("num_nodes", [2, 4, 8, 16])
 @pytest.mark.parametrize("local", [1, 2, 4])
-def test_alternating_exp_ring_sends_half_of_the_node_pairs_over_the_network(
-    num_nodes: int, local: int
-) -> None:
+def test_alternating_exp_ring_sends_half_of_the_node_pairs_over_the_network(num_nodes: int, local: int) -> None:
     layout = Layout(num_nodes * local, local)
     crossing = []
     for round in alternating_exp_ring(layout).rounds:

@@ -57,8 +57,7 @@ def test_the_order_of_edges_and_of_ranks_is_free() -> None:
     def shuffled(self) -> list[list[Edge]]:
         order = random.Random(self._rank)
         lists = [
-            [Edge(tuple(order.sample(list(e.ranks), 2)), e.weight) for e in edges]
-            for edges in alternating_pairs(self)
+            [Edge(tuple(order.sample(list(e.ranks), 2)), e.weight) for e in edges] for edges in alternating_pairs(self)
         ]
         for edges in lists:
             order.shuffle(edges)
@@ -185,11 +184,7 @@ def test_the_built_in_names_are_in_the_registry() -> None:
         cls = TopologyReg.registry[name]
         assert issubclass(cls, topo.Topology)
         for layout in (Layout(1, 1), Layout(2, 1), Layout(4, 2), Layout(8, 4)):
-            define(
-                lambda self, cls=cls: cls._at(
-                    Layout(self._world_size, self._local_world_size), 0
-                )._get_topo_edges()
-            )
+            define(lambda self, cls=cls: cls._at(Layout(self._world_size, self._local_world_size), 0)._get_topo_edges())
             np.testing.assert_allclose(
                 [round.matrix() for round in build("mine", layout).rounds],
                 [round.matrix() for round in build(name, layout).rounds],

@@ -3,6 +3,9 @@
 Weight decay is decided by shape, not by name: matrices (2 dimensions or more: linear, convolution and
 embedding weights) are decayed, vectors and scalars (biases, norms) are not. A bucket may hold only one of the
 two.
+
+The order of ``weight_decay`` and ``eps`` differs between the two pairs of factories, as in the original package, whose
+scripts may pass them by position; new code names them.
 """
 
 from collections.abc import Iterable
@@ -22,8 +25,8 @@ def optim_fn_adam(
     lr: float = 1e-3,
     beta1: float = 0.9,
     beta2: float = 0.999,
-    eps: float = 1e-8,
     weight_decay: float = 1 / 32768,
+    eps: float = 1e-8,
     *,
     fused: bool | None = None,
 ) -> Optimizer:
@@ -34,8 +37,8 @@ def optim_fn_adam(
         lr: Learning rate, >= 0.
         beta1: Decay of the first moment per step, in [0, 1).
         beta2: Decay of the second moment per step, in [0, 1).
-        eps: Added to the square root of the second moment, >= 0.
         weight_decay: λ of g ← g + λ x, >= 0, for parameters of 2 dimensions or more.
+        eps: Added to the square root of the second moment, >= 0.
         fused: None: torch's fused kernel wherever it exists. True: an error where it does not. False: never.
 
     Returns:
@@ -63,8 +66,8 @@ def optim_fn_adamw(
     lr: float = 1e-3,
     beta1: float = 0.9,
     beta2: float = 0.999,
-    eps: float = 1e-8,
     weight_decay: float = 0.1,
+    eps: float = 1e-8,
     *,
     fused: bool | None = None,
 ) -> Optimizer:
@@ -75,8 +78,8 @@ def optim_fn_adamw(
         lr: Learning rate, >= 0.
         beta1: Decay of the first moment per step, in [0, 1).
         beta2: Decay of the second moment per step, in [0, 1).
-        eps: Added to the square root of the second moment, >= 0.
         weight_decay: λ of x ← (1 - lr λ) x, >= 0, for parameters of 2 dimensions or more.
+        eps: Added to the square root of the second moment, >= 0.
         fused: None: torch's fused kernel wherever it exists. True: an error where it does not. False: never.
 
     Returns:
