@@ -148,7 +148,7 @@ def fail(named):
         ("topology", r"the topology: rank 0 has 'ring'.*rank 2 has 'exp'"),
         ("unknown topology", r"rank 2 could not set up its model: TopologyError|'rings'"),
         ("bucket size", r"number of buckets: rank 0 has 1, rank 2 has 4"),
-        ("wire dtype", r"wire dtype: rank 0 has None, rank 2 has torch.bfloat16"),
+        ("wire dtype", r"wire_dtype: rank 0 has None, rank 2 has torch.bfloat16"),
         ("optimizer", r"optimizer of bucket 0.*rank 0 has SGD, rank 2 has Adam"),
         ("failing optimizer", r"rank 2 could not set up its model: ValueError: no such optimizer|no such optimizer"),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.comm import Communicator, TorchCommunicator
 from decent_dp.consensus import Average, mean_over_workers
 from decent_dp.engine import guards
-from decent_dp.engine.agree import Facts, agree
-from decent_dp.engine.bucket import Bucket, OptimizerFactory, SchedulerFactory
-from decent_dp.engine.describe import check_arguments, describe_model, describe_optimizer, name_buckets
 from decent_dp.engine.hooks import BackwardHooks
 from decent_dp.engine.replica import Replica
+from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
+from decent_dp.engine.setup import set_up
+from decent_dp.engine.training_state import capture, forget, restore
 from decent_dp.errors import ConfigurationError, TrainingError
+from decent_dp.join import answer_until_all_left
 from decent_dp.startup import default_workers_per_node
-from decent_dp.topology import Layout, Topology, catalog
+from decent_dp.topology import Topology
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -59,6 +61,7 @@ class DecentralizedDataParallel(nn.Module):
         communicator: Moves the bytes; made from ``process_group`` when None. See `decent_dp.comm.InProcessWorld`.
         workers_per_node: Workers on one machine; from LOCAL_WORLD_SIZE when None.
         timeout: How long a worker may be silent before the others raise; that of the process group when None.
+        check_finite: Whether to raise, naming the parameter, rather than send parameters that are not finite.
 
     Raises:
         ConfigurationError: An argument or the model cannot work; `TopologyError`, `MismatchError` are its kinds.
@@ -96,70 +99,43 @@ class DecentralizedDataParallel(nn.Module):
         communicator: Communicator | None = None,
         workers_per_node: int | None = None,
         timeout: timedelta | None = None,
+        check_finite: bool = False,
     ) -> None:
         super().__init__()
         self._communicator = TorchCommunicator(process_group, timeout) if communicator is None else communicator
-        self._average: Average | None = None
-        self._average_buffers = sync_buffer_in_global_avg
-
-        def plan() -> tuple[Facts, tuple[Topology, list[list[str]]]]:
-            """Everything that needs no other worker and changes nothing."""
-            check_arguments(optim_fn, lr_scheduler_fn, grad_clip_norm, bucket_size_in_mb, wire_dtype)
-            guards.check_module(model)
-            per_node = workers_per_node if _local_world_size is None else _local_world_size
-            layout = Layout(
-                self._communicator.num_workers,
-                default_workers_per_node(self._communicator.num_workers) if per_node is None else per_node,
-            )
-            value = catalog.build(topology, layout) if isinstance(topology, str) else topology
-            names = name_buckets(model, int(bucket_size_in_mb * 2**20))
-            options = (wire_dtype, param_as_bucket_view, sync_buffer_in_global_avg)
-            return describe_model(model, layout, value, names, *options), (value, names)
-
-        value, names = agree(self._communicator, plan)
-        parameters = dict(model.named_parameters())
-        self._communicator.prepare(value.cliques(), sorted({p.device for p in parameters.values()}, key=str))
-        self._buckets = [
-            Bucket(
-                index,
-                members,
-                [parameters[name] for name in members],
-                as_view=param_as_bucket_view,
-                wire_dtype=wire_dtype,
-            )
-            for index, members in enumerate(names)
-        ]
-        self._start_equal(model)
-
-        def build() -> tuple[Facts, None]:
-            """The optimizers: the user's code may fail or differ on one worker only."""
-            for bucket in self._buckets:
-                bucket.attach(optim_fn, lr_scheduler_fn)
-                guards.check_optimizer(bucket.optimizer, bucket.scheduler)
-            return [
-                (f"the optimizer of {b.description}", describe_optimizer(b.optimizer, b.scheduler))
-                for b in self._buckets
-            ], None
-
-        agree(self._communicator, build)
-        self.module = model
-        trained = [p for bucket in self._buckets for p in bucket.parameters]
-        self._replica = Replica(
-            model,
-            self._buckets,
-            value,
-            self._communicator,
-            guards.ParameterWatch(model, trained, as_view=param_as_bucket_view),
-            scaler if scaler is not None and scaler.is_enabled() else None,
+        self._settings = Settings(
+            optim_fn,
+            lr_scheduler_fn,
+            topology,
+            scaler,
             grad_clip_norm,
+            param_as_bucket_view,
+            sync_buffer_in_global_avg,
+            bucket_size_in_mb,
+            wire_dtype,
+            check_finite,
         )
-        self._hooks = BackwardHooks(trained, self._replica)
-        refusal = guards.refuse_foreign_optimizers(
-            dict(zip(map(id, trained), self._replica.names, strict=True)),
-            [*self.optimizers, self._replica.whole_model],
-        )
+        per_node = workers_per_node if _local_world_size is None else _local_world_size
+        if per_node is None:
+            per_node = default_workers_per_node(self._communicator.num_workers)
+        self._workers_per_node = per_node
+        self._average: Average | None = None
+        self._num_joins = 0
+        weakref.finalize(self, self._communicator.close)
+        self._attach(model)
+        self.module = model
         self.register_load_state_dict_pre_hook(_load_nested)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _take_down, self._hooks, refusal, self._communicator)
+
+    def _attach(self, model: nn.Module, trained_before: Collection[int] | None = None) -> None:
+        """Set up everything that depends on which parameters there are, and hook into their backward."""
+        topology, buckets = set_up(model, self._settings, self._workers_per_node, self._communicator, trained_before)
+        trained = [p for bucket in buckets for p in bucket.parameters]
+        watch = guards.ParameterWatch(model, trained, as_view=self._settings.param_as_bucket_view)
+        self._replica = Replica(model, buckets, topology, self._communicator, watch, self._settings)
+        self._hooks = BackwardHooks(trained, self._replica)
+        names = dict(zip(map(id, trained), self._replica.names, strict=True))
+        refusal = guards.refuse_foreign_optimizers(names, [*self.optimizers, self._replica.whole_model])
+        self._take_down = weakref.finalize(self, _take_down, self._hooks, refusal)
 
     # ---------------------------------------------------------------- training
 
@@ -187,6 +163,62 @@ class DecentralizedDataParallel(nn.Module):
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Switch accumulation on or off; what counts is the state while ``backward()`` runs."""
         self._replica.accumulating = bool(enable)
+
+    def finish_window(self) -> None:
+        """End an accumulation window without another ``backward()``: one update, one round, one scheduler tick.
+
+        For the last, incomplete window of an epoch. It is a step like any other, which all workers take; one without
+        gradients only mixes.
+        """
+        with torch.no_grad():
+            self._replica.finish_window()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients; outside of an accumulation window there are none."""
+        if self._replica.num_accumulated:
+            warnings.warn(
+                f"{self._replica.here}: zero_grad() discards {self._replica.num_accumulated} accumulated "
+                "backward passes; "
+                "call finish_window() first if they should count",
+                stacklevel=2,
+            )
+            self._replica.num_accumulated = 0
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def join(self) -> Iterator[DecentralizedDataParallel]:
+        """Let workers take unequal numbers of updates inside; every worker must enter and leave.
+
+        A worker that leaves its loop goes on answering exchanges with its replica, without updates of its own, until
+        all have left. Afterwards every worker is at the same step. Accumulated gradients without an update are
+        discarded with a warning; see `finish_window`.
+
+        Example:
+            >>> def train(model, batches):
+            ...     with model.join():
+            ...         for batch in batches:  # as many as this worker has, or none
+            ...             model(batch).sum().backward()
+        """
+        self._num_joins += 1
+        yield self
+        if self._replica.num_accumulated:
+            self.zero_grad()
+        answer_until_all_left(self._replica, self._communicator, f"join {self._num_joins}")
+
+    def refresh(self) -> None:
+        """Take over parameters that were frozen, thawed, replaced or converted; all workers must call it.
+
+        Buckets, optimizers and schedulers are built anew. Parameters that were trained before keep what belongs to
+        them: optimizer state, learning rate, what is in flight. The others start from those of rank 0.
+        """
+        self._refuse_average()
+        state = capture(self._replica)
+        before = set(map(id, self._replica.parameters))
+        self._take_down()
+        self._attach(self.module, before)
+        new = [n for n, p in zip(self._replica.names, self._replica.parameters, strict=True) if id(p) not in before]
+        forget(state, new)
+        restore(self._replica, state)
 
     def set_adaptive_factor(self, factor: float) -> None:
         """Set the mixing strength gamma of the rounds started from now on: ``x <- (1 - gamma) x + gamma W x``.
@@ -234,7 +266,7 @@ class DecentralizedDataParallel(nn.Module):
         Returns:
             L2 distance of this worker's replica to the average if asked for.
         """
-        average = self._start_average(list(self.module.buffers()) if self._average_buffers else [])
+        average = self._start_average(list(self.module.buffers()) if self._settings.sync_buffer_in_global_avg else [])
         average.finish()
         distance = average.distance_to_mean() if return_d2c else None
         average.apply(keep=will_revert)
@@ -266,6 +298,13 @@ class DecentralizedDataParallel(nn.Module):
         finish = mean_over_workers(average.distance_to_mean() ** 2, self._communicator)
         return float(finish() ** 0.5)
 
+    def _refuse_average(self) -> None:
+        if self._average is not None:
+            raise TrainingError(
+                f"{self._replica.here}: the replicas are replaced by their average; leave consensus() or call "
+                "revert_global_avg() first"
+            )
+
     def _start_average(self, buffers: Sequence[Tensor]) -> Average:
         self._replica.check_usable()
         if self._average is not None:
@@ -273,7 +312,7 @@ class DecentralizedDataParallel(nn.Module):
                 f"{self._replica.here}: the replicas are already replaced by their average; leave consensus() or "
                 "call revert_global_avg()"
             )
-        average = Average(self._buckets, buffers, self._communicator)
+        average = Average(self._replica.buckets, buffers, self._communicator)
         average.start()
         return average
 
@@ -313,26 +352,18 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers, one per bucket."""
-        return tuple(bucket.optimizer for bucket in self._buckets)
+        return tuple(bucket.optimizer for bucket in self._replica.buckets)
 
     @property
     def lr_schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, one per bucket; empty without ``lr_scheduler_fn``."""
-        return tuple(bucket.scheduler for bucket in self._buckets if bucket.scheduler is not None)
+        return tuple(bucket.scheduler for bucket in self._replica.buckets if bucket.scheduler is not None)
 
     def get_lr(self) -> float:
         """Return the learning rate of the next update (of the first parameter group)."""
-        return float(self._buckets[0].optimizer.param_groups[0]["lr"])
+        return float(self._replica.buckets[0].optimizer.param_groups[0]["lr"])
 
     # ---------------------------------------------------------------- inside
-
-    def _start_equal(self, model: nn.Module) -> None:
-        """Overwrite parameters, frozen ones included, and buffers with those of rank 0."""
-        bucketed = {id(p) for bucket in self._buckets for p in bucket.parameters}
-        frozen = [p for p in model.parameters() if id(p) not in bucketed]
-        self._communicator.broadcast([*(b.storage.flat for b in self._buckets), *frozen, *model.buffers()])
-        for bucket in self._buckets:
-            bucket.storage.unpack()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -349,7 +380,6 @@ def _load_nested(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _take_down(hooks: BackwardHooks, refusal: Any, communicator: Communicator) -> None:
+def _take_down(hooks: BackwardHooks, refusal: Any) -> None:
     hooks.remove()
     refusal.remove()
-    communicator.close()

@@ -32,6 +32,7 @@ class InProcessWorld:
         self.num_workers = num_workers
         self._parcels: dict[tuple[int, int, int], Tensor] = {}
         self._meetings: dict[tuple[Any, ...], _Meeting] = {}
+        self._numbers: dict[str, int] = {}
 
     def communicator(self, rank: int) -> "InProcessCommunicator":
         """Return the communicator of one virtual worker."""
@@ -40,6 +41,23 @@ class InProcessWorld:
                 f"rank {rank} is not one of the {self.num_workers} workers 0..{self.num_workers - 1}"
             )
         return InProcessCommunicator(self, rank)
+
+
+class _Numbers:
+    """The board of virtual workers."""
+
+    def __init__(self, numbers: dict[str, int]) -> None:
+        self._numbers = numbers
+
+    def write(self, key: str, value: int) -> None:
+        self._numbers[key] = value
+
+    def read(self, key: str) -> int | None:
+        return self._numbers.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        self._numbers[key] = self._numbers.get(key, 0) + amount
+        return self._numbers[key]
 
 
 class _Meeting:
@@ -59,6 +77,7 @@ class InProcessCommunicator:
         self.num_workers = world.num_workers
         self._world = world
         self._num_calls: dict[tuple[Any, ...], int] = {}
+        self.board = _Numbers(world._numbers)
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any]) -> None:
         """Nothing to set up."""

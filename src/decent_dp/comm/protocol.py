@@ -38,6 +38,19 @@ class Handle(Protocol):
         """
 
 
+class Board(Protocol):
+    """Numbers that all workers of a model can read and write, for agreements outside of the step."""
+
+    def write(self, key: str, value: int) -> None:
+        """Set a number."""
+
+    def read(self, key: str) -> int | None:
+        """Return a number, None when nobody has written it."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that starts at 0, and return the sum, in one indivisible operation."""
+
+
 class Communicator(Protocol):
     """Moves tensors between the workers of one model.
 
@@ -48,8 +61,12 @@ class Communicator(Protocol):
     rank: int
     num_workers: int
 
+    @property
+    def board(self) -> Board:
+        """Shared by the workers of this communicator alone; to be used after `prepare`."""
+
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any]) -> None:
-        """Set up what the given cliques need, once, on all workers in the same order.
+        """Set up what the given cliques need, on all workers in the same order; nothing where it is there already.
 
         Args:
             cliques: Every distinct set of workers that will be summed or gathered over, sorted.

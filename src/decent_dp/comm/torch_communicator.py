@@ -56,17 +56,25 @@ class TorchCommunicator:
         self._group = group
         self._timeout = timeout
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
+        self._known: set[tuple[tuple[int, ...] | None, str]] = set()  # on all workers, whether this one is in it or not
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
         """See `Communicator.prepare`: connect the groups, in the same order on every worker."""
+        everyone = tuple(range(self.num_workers))
+        kinds = sorted({device.type for device in devices})
+        wanted: list[tuple[tuple[int, ...] | None, str]] = [(None, kind) for kind in kinds]
+        wanted += [(clique, kind) for kind in kinds for clique in cliques]
+        missing = [key for key in wanted if key not in self._known]
+        if not missing:
+            return
         namespace = self.gather(uuid.uuid4().hex)[0]
         self._store = dist.distributed_c10d.PrefixStore(f"decent_dp/{namespace}", self._group.get_group_store())
-        everyone = tuple(range(self.num_workers))
-        for kind in sorted({device.type for device in devices}):
-            self._groups[None, kind] = self._connect(everyone, kind, f"{kind}/all")
-            for number, clique in enumerate(cliques):
-                if self.rank in clique:
-                    self._groups[clique, kind] = self._connect(clique, kind, f"{kind}/{number}")
+        self.board = _Numbers(self._store)
+        for number, (clique, kind) in enumerate(missing):
+            members = everyone if clique is None else clique
+            if self.rank in members:
+                self._groups[clique, kind] = self._connect(members, kind, f"group/{number}")
+        self._known.update(missing)
         logger.debug("rank %d: %d groups for %d workers", self.rank, len(self._groups), self.num_workers)
 
     def start_swap(
@@ -203,6 +211,22 @@ class TorchCommunicator:
 
     def _others(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(rank for rank in (range(self.num_workers) if ranks is None else ranks) if rank != self.rank)
+
+
+class _Numbers:
+    """The board of processes: numbers in the store of the process group."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def write(self, key: str, value: int) -> None:
+        self._store.set(f"board/{key}", str(value))
+
+    def read(self, key: str) -> int | None:
+        return int(self._store.get(f"board/{key}")) if self._store.check([f"board/{key}"]) else None
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(f"count/{key}", amount))
 
 
 class _Works:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.engine.exchange import Exchange
+from decent_dp.engine.exchange import Arrived, Exchange
+from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.storage import FlatStorage
-
-OptimizerFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
+from decent_dp.errors import TrainingError
 
 
 class Bucket:
@@ -23,30 +22,27 @@ class Bucket:
         index: Position in release order.
         names: Name of each parameter in the model.
         parameters: The parameters, of one dtype and device.
-        as_view: Whether the parameters become views of the bucket's flat tensor.
-        wire_dtype: Real dtype the bucket travels in where it is narrower than that of the parameters.
+        settings: What the user chose.
+
+    Attributes:
+        exchange: The round in flight, or what came out of it and is not mixed yet.
     """
 
     def __init__(
-        self,
-        index: int,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        *,
-        as_view: bool,
-        wire_dtype: torch.dtype | None,
+        self, index: int, names: Sequence[str], parameters: Sequence[nn.Parameter], settings: Settings
     ) -> None:
         self.index = index
         self.names = tuple(names)
         self.parameters = tuple(parameters)
-        self.storage = FlatStorage(parameters, as_view=as_view)
-        flat = self.storage.flat
+        self.storage = FlatStorage(parameters, as_view=settings.param_as_bucket_view)
+        flat, wire_dtype = self.storage.flat, settings.wire_dtype
         #: Whether a narrower copy travels instead of the parameters.
         self.is_narrowed = wire_dtype is not None and wire_dtype.itemsize < flat.element_size()
         self.wire_dtype = wire_dtype if self.is_narrowed and wire_dtype is not None else flat.dtype
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | Arrived | None = None
         self.optimizer: Optimizer
         self.scheduler: LRScheduler | None = None
+        self._check_finite = settings.check_finite
         self._state: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def attach(self, optim_fn: OptimizerFactory, lr_scheduler_fn: SchedulerFactory | None) -> None:
@@ -62,10 +58,35 @@ class Bucket:
             self._state[key] = torch.empty(numel, dtype=dtype, device=self.storage.flat.device)
         return self._state[key]
 
-    def drop_gradients(self) -> None:
-        """Consume the gradients."""
+    def update(self) -> None:
+        """Let the optimizer use the gradients, and consume them.
+
+        Raises:
+            TrainingError: If the optimizer does not take a sparse gradient; names the parameter.
+        """
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise TrainingError(
+                        f"parameter '{name}' has a sparse gradient, which {type(self.optimizer).__name__} does "
+                        "not take; "
+                        "use sparse=False in its module, or an optimizer that takes sparse gradients, such as "
+                        "torch.optim.SGD without momentum or torch.optim.SparseAdam"
+                    ) from error
+            raise
         for parameter in self.parameters:
             parameter.grad = None
+
+    def check_finite(self) -> None:
+        """Refuse to send numbers that are not finite, if the user asked for the check."""
+        if self._check_finite and not self.storage.flat.isfinite().all():
+            names = [n for n, p in zip(self.names, self.parameters, strict=True) if not p.isfinite().all()]
+            raise TrainingError(
+                f"parameter '{names[0]}' is not finite after the update, and mixing would spread it to other workers; "
+                "look at this worker's loss and learning rate, and restart from a checkpoint"
+            )
 
     @property
     def description(self) -> str:

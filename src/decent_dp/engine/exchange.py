@@ -80,14 +80,21 @@ class Arrived:
     """What came out of an exchange: ``received`` is the other's parameters, or the clique's mean.
 
     Attributes:
+        step: The step that started it.
+        plan: What this worker did in the round.
         received: Laid out like the bucket's flat tensor; may be of a wider dtype.
         weight: Mixing weight.
         sent: What this worker sent, where that is narrower than its parameters.
     """
 
+    step: int
+    plan: Average | Swap
     received: Tensor
     weight: float
     sent: Tensor | None
+
+    def wait(self) -> None:
+        """Nothing travels any more."""
 
 
 def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, strength: float) -> Exchange | None:
@@ -95,6 +102,7 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
     if not isinstance(plan, (Average, Swap)):
         return None
     bucket.storage.pack()
+    bucket.check_finite()
     try:
         if isinstance(plan, Swap):
             weight = sum(plan.receive_from.values())
@@ -139,8 +147,11 @@ def _start_sum(bucket: Bucket, step: int, plan: Average, communicator: Communica
     return communicator.start_sum(buffer, plan.ranks), None, (buffer,)
 
 
-def finish(exchange: Exchange, bucket: Bucket) -> Arrived | None:
-    """Wait for an exchange and say what arrived; None when this worker only sent."""
+def finish(bucket: Bucket) -> Arrived | None:
+    """Wait for the exchange of a bucket and take it out; None when there is none, or this worker only sent."""
+    exchange, bucket.exchange = bucket.exchange, None
+    if exchange is None or isinstance(exchange, Arrived):
+        return exchange
     exchange.wait()
     if isinstance(exchange.plan, Average):
         _check_step(exchange)
@@ -157,7 +168,7 @@ def finish(exchange: Exchange, bucket: Bucket) -> Arrived | None:
         received = _weighted_mean([buffer[:-1] for buffer in exchange.buffers], [1.0] * len(exchange.buffers), wide)
     else:
         received = exchange.buffers[0][:-1]
-    return Arrived(received, exchange.weight, exchange.sent)
+    return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent)
 
 
 def mix(bucket: Bucket, arrived: Arrived) -> None:

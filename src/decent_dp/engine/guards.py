@@ -141,8 +141,8 @@ class ParameterWatch:
                 continue
             raise ModelChangedError(
                 f"parameter '{place.name}' changed after the model was wrapped: it {what}, so it would no "
-                "longer be trained together with the other workers. Change the model first and wrap it then; load "
-                "weights with load_state_dict (without assign=True)"
+                "longer be trained together with the other workers. Call refresh() on all workers after such a change; "
+                "load weights with load_state_dict (without assign=True)"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from decent_dp.engine.exchange import Arrived, Exchange
+from decent_dp.engine.exchange import Arrived
 from decent_dp.topology import Average
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PreAverageHook(Protocol):
         """Called once per bucket and step, with the edge and the weight a worker keeps now."""
 
 
-def announce(bucket: Bucket, exchange: Exchange, arrived: Arrived) -> None:
+def announce(bucket: Bucket, arrived: Arrived, rank: int) -> None:
     """Call the hook of the bucket's optimizer, if it has one.
 
     ``parameter.comm_buffer`` is, as in the original package, ``(1 - w) / (k - 1)`` times the sum of all k workers'
@@ -44,14 +44,14 @@ def announce(bucket: Bucket, exchange: Exchange, arrived: Arrived) -> None:
     """
     if not isinstance(bucket.optimizer, PreAverageHook):
         return
-    plan = exchange.plan
+    plan = arrived.plan
     bucket.storage.pack()
     if isinstance(plan, Average):
         ranks, nominal = list(plan.ranks), plan.weight * (1 - 1 / len(plan.ranks))
         kept = 1 - arrived.weight * (1 - 1 / len(plan.ranks))
         total = arrived.received * arrived.weight
     else:
-        ranks, nominal = sorted({exchange.rank, *plan.receive_from}), sum(plan.receive_from.values())
+        ranks, nominal = sorted({rank, *plan.receive_from}), sum(plan.receive_from.values())
         kept = 1 - arrived.weight
         total = (arrived.received + bucket.storage.flat / len(plan.receive_from)) * arrived.weight
     for parameter, view in zip(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
 from decent_dp.comm.protocol import Communicator
 from decent_dp.engine.bucket import Bucket
 from decent_dp.engine.guards import ParameterWatch
 from decent_dp.engine.release import ReleaseOrder
+from decent_dp.engine.settings import Settings
 from decent_dp.engine.step import step
 from decent_dp.engine.whole_model import WholeModel, decide
 from decent_dp.errors import TrainingError, UnusableError
-from decent_dp.topology import Topology
+from decent_dp.topology import Plan, Topology
 
 
 class Replica:
@@ -26,12 +27,12 @@ class Replica:
         topology: Selects the plan of each step.
         communicator: Of this worker.
         watch: Notices parameters that were replaced.
-        scaler: Scaler of the loss, None without.
-        max_norm: Largest global norm of the gradient, 0 without clipping.
+        settings: What the user chose.
 
     Attributes:
         t: The number of updates taken, and the round of the next one.
         accumulating: Whether gradients are kept for a later backward.
+        num_accumulated: Backwards whose gradients wait for an update.
         strength: Mixing strength of rounds started from now on.
         paused: Why no update may happen now, or None.
     """
@@ -43,18 +44,18 @@ class Replica:
         topology: Topology,
         communicator: Communicator,
         watch: ParameterWatch,
-        scaler: GradScaler | None,
-        max_norm: float,
+        settings: Settings,
     ) -> None:
         self.buckets = tuple(buckets)
         self.parameters = [p for bucket in buckets for p in bucket.parameters]
         self.names = [name for bucket in buckets for name in bucket.names]
         self.t = 0
         self.accumulating = False
+        self.num_accumulated = 0
         self.strength = 1.0
         self.paused: str | None = None
         self._topology, self._communicator, self._watch = topology, communicator, watch
-        self._scaler, self._max_norm = scaler, max_norm
+        self.scaler, self._max_norm = settings.active_scaler, settings.grad_clip_norm
         position = {id(p): index for index, p in enumerate(self.parameters)}
         self._release = ReleaseOrder([[position[id(p)] for p in bucket.parameters] for bucket in buckets])
         self.whole_model = WholeModel([p for p in model.parameters() if id(p) in position])
@@ -114,15 +115,31 @@ class Replica:
     def backward_finished(self) -> None:
         """Step the remaining buckets; the step ends here."""
         if self.accumulating:
+            self.num_accumulated += 1
             return
         if self._decides_at_the_end:
-            decide(self.whole_model, self._scaler, self._max_norm)
+            self._refuse_sparse()
+            decide(self.whole_model, self.scaler, self._max_norm)
         self._step_buckets(everything=True)
         self._release.reset()
+        self.num_accumulated = 0
         self.t += 1
         for bucket in self.buckets:
             if bucket.scheduler is not None:
                 bucket.scheduler.step()
+
+    def finish_window(self) -> None:
+        """Take a step with the gradients there are, outside of backward."""
+        accumulating, self.accumulating = self.accumulating, False
+        try:
+            self.backward_started(self.t)
+            self.backward_finished()
+        finally:
+            self.accumulating = accumulating
+
+    def plan_at(self, t: int) -> Plan:
+        """What this worker does in round t."""
+        return self._topology.plan_at(t, self._communicator.rank)
 
     def nested_backward(self, index: int) -> None:
         """Refuse a gradient whose end cannot be awaited, before anything moves."""
@@ -134,7 +151,7 @@ class Replica:
 
     @property
     def _decides_at_the_end(self) -> bool:
-        return self._scaler is not None or self._max_norm > 0
+        return self.scaler is not None or self._max_norm > 0
 
     def _note(self, note: Callable[[int], None], index: int) -> None:
         try:
@@ -145,11 +162,18 @@ class Replica:
                 "does that is used inside and outside of a reentrant checkpoint; use checkpoint(use_reentrant=False)"
             )
 
+    def _refuse_sparse(self) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if self._max_norm > 0 and parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise TrainingError(
+                    f"{self.here}: parameter '{name}' has a sparse gradient, which clipping does not take; use "
+                    "sparse=False in its module, or grad_clip_norm=0"
+                )
+
     def _step_buckets(self, *, everything: bool = False) -> None:
         while (index := self._release.release(everything=everything)) is not None:
-            plan = self._topology.plan_at(self.t, self._communicator.rank)
             try:
-                step(self.buckets[index], self.t, plan, self._communicator, self.strength)
+                step(self.buckets[index], self.t, self.plan_at(self.t), self._communicator, self.strength)
             except BaseException as error:
                 self._failure = f"{type(error).__name__} in step {self.t}: {error}"
                 raise

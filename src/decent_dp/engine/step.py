@@ -38,17 +38,15 @@ def step(bucket: Bucket, t: int, plan: Plan, communicator: Communicator, strengt
         ExchangeError: If another worker did not do its part of the exchange started last step.
     """
     # finish
-    exchange, bucket.exchange = bucket.exchange, None
-    arrived = finish(exchange, bucket) if exchange is not None else None
+    arrived = finish(bucket)
 
     # mix
-    if exchange is not None and arrived is not None:
-        announce(bucket, exchange, arrived)
+    if arrived is not None:
+        announce(bucket, arrived, communicator.rank)
         mix(bucket, arrived)
 
     # update
-    bucket.optimizer.step()
-    bucket.drop_gradients()
+    bucket.update()
 
     # start
     bucket.exchange = start(bucket, t, plan, communicator, strength)

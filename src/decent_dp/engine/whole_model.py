@@ -33,6 +33,8 @@ def decide(model: WholeModel, scaler: GradScaler | None, max_norm: float) -> Non
         max_norm: Largest global 2-norm of the gradient, as `torch.nn.utils.clip_grad_norm_`; 0 does not clip.
     """
     parameters = model.param_groups[0]["params"]
+    if all(parameter.grad is None for parameter in parameters):
+        return
     if scaler is not None:
         scaler.unscale_(model)
     if max_norm > 0:

@@ -1,0 +1,187 @@
+"""Everything a replica knows, keyed by parameter name: independent of buckets, and plain data.
+
+The keys of the state:
+
+- ``step``, ``strength``: the step t and the mixing strength;
+- ``optimizer``: for each parameter its optimizer state and the options of its group;
+- ``schedulers``: for each parameter the state of its scheduler, with lists over groups reduced to the group's element;
+- ``scaler``: the state of the loss scaler, or None;
+- ``exchange``: step and weight of the exchange in flight, or None, and what was received (and sent) for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp.engine.bucket import Bucket
+from decent_dp.engine.exchange import Arrived, finish
+from decent_dp.engine.replica import Replica
+from decent_dp.topology import Idle
+
+State = dict[str, Any]
+
+
+@torch.no_grad()
+def capture(replica: Replica) -> State:
+    """Return the training state of this worker; tensors are copies.
+
+    Waits until the exchange in flight has arrived; it stays to be mixed by the next step.
+    """
+    state: State = {
+        "step": replica.t,
+        "strength": replica.strength,
+        "optimizer": {},
+        "schedulers": {},
+        "scaler": None if replica.scaler is None else replica.scaler.state_dict(),
+        "exchange": None,
+    }
+    for bucket in replica.buckets:
+        _capture_optimizer(bucket, state)
+        arrived = bucket.exchange = finish(bucket)
+        if arrived is not None:
+            exchange = state["exchange"] = state["exchange"] or {
+                "step": arrived.step,
+                "weight": arrived.weight,
+                "received": {},
+                "sent": {},
+            }
+            for key, flat in (("received", arrived.received), ("sent", arrived.sent)):
+                if flat is not None:
+                    views = bucket.storage.views(flat)
+                    exchange[key] |= {name: v.clone() for name, v in zip(bucket.names, views, strict=True)}
+    return state
+
+
+@torch.no_grad()
+def restore(replica: Replica, state: State) -> None:
+    """Take over a training state; parameters that it does not know start afresh."""
+    replica.t = state["step"]
+    replica.strength = state["strength"]
+    if replica.scaler is not None and state["scaler"] is not None:
+        replica.scaler.load_state_dict(state["scaler"])
+    for bucket in replica.buckets:
+        _restore_optimizer(bucket, state)
+        if state["exchange"] is not None:
+            bucket.exchange = _restore_exchange(replica, bucket, state["exchange"])
+
+
+def forget(state: State, names: Collection[str]) -> None:
+    """Drop what belongs to some parameters, except for their options such as learning rates."""
+    for name in names:
+        if name in state["optimizer"]:
+            state["optimizer"][name]["state"] = {}
+        if state["exchange"] is not None:
+            state["exchange"]["received"].pop(name, None)
+            state["exchange"]["sent"].pop(name, None)
+
+
+def _capture_optimizer(bucket: Bucket, state: State) -> None:
+    names = {id(p): name for name, p in zip(bucket.names, bucket.parameters, strict=True)}
+    num_groups = len(bucket.optimizer.param_groups)
+    scheduler = None if bucket.scheduler is None else bucket.scheduler.state_dict()
+    for position, group in enumerate(bucket.optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            values = bucket.optimizer.state.get(parameter, {})
+            state["optimizer"][name] = {"state": _copy(values), "options": _copy(options)}
+            if scheduler is not None:
+                state["schedulers"][name] = _of_group(scheduler, position, num_groups)
+
+
+def _restore_optimizer(bucket: Bucket, state: State) -> None:
+    names = {id(p): name for name, p in zip(bucket.names, bucket.parameters, strict=True)}
+    loaded = bucket.optimizer.state_dict()
+    loaded["state"] = {}
+    index = 0
+    representatives: list[str | None] = []
+    for group, entry in zip(bucket.optimizer.param_groups, loaded["param_groups"], strict=True):
+        known = [names[id(p)] for p in group["params"] if names[id(p)] in state["optimizer"]]
+        representatives.append(known[0] if known else None)
+        if known:
+            entry.update(_copy(state["optimizer"][known[0]]["options"]))
+        elif state["optimizer"]:  # new parameters only: at least the rates of the schedule so far
+            other = next(iter(state["optimizer"].values()))["options"]
+            entry.update({key: other[key] for key in ("lr", "initial_lr") if key in other})
+        for parameter in group["params"]:
+            values = state["optimizer"].get(names[id(parameter)], {"state": {}})["state"]
+            if values:
+                loaded["state"][index] = _copy(values)
+            index += 1
+    bucket.optimizer.load_state_dict(loaded)
+    if bucket.scheduler is not None and state["schedulers"]:
+        first = next(iter(state["schedulers"]))
+        parts = [state["schedulers"][name or first] for name in representatives]
+        bucket.scheduler.load_state_dict(_to_groups(parts))
+
+
+def _of_group(value: Any, position: int, num_groups: int) -> Any:
+    """Reduce a scheduler's state to what concerns one parameter group."""
+    if isinstance(value, dict):
+        return {key: _group_entry(key, v, position, num_groups) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_of_group(v, position, num_groups) for v in value)
+    return _copy(value)
+
+
+def _group_entry(key: str, value: Any, position: int, num_groups: int) -> Any:
+    if key in _GROUP_LISTS and isinstance(value, (list, tuple)) and len(value) == num_groups:
+        return {"of_group": _copy(value[position])}
+    return _of_group(value, position, num_groups)
+
+
+#: Attributes of torch's schedulers with one element for each parameter group.
+_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "base_momentums", "max_lrs", "min_lrs")
+
+
+def _to_groups(parts: list[Any]) -> Any:
+    """Put the states of a scheduler for several groups together again."""
+    first = parts[0]
+    if isinstance(first, dict) and set(first) == {"of_group"}:
+        return [part["of_group"] for part in parts]
+    if isinstance(first, dict):
+        return {key: _to_groups([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_to_groups([part[i] for part in parts]) for i in range(len(first)))
+    return _copy(first)
+
+
+def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arrived | None:
+    """Lay out what had arrived as the bucket is now; for parameters without, it is as if nothing had moved."""
+    if not any(name in exchange["received"] for name in bucket.names):
+        return None
+    own = bucket.storage.flat
+
+    def lay_out(pieces: dict[str, Tensor]) -> Tensor:
+        dtype = next(piece.dtype for name, piece in pieces.items() if name in bucket.names)
+        real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+        flat = own.to(real, copy=True)
+        for name, view in zip(bucket.names, bucket.storage.views(flat), strict=True):
+            if name in pieces:
+                view.copy_(pieces[name])
+        return flat
+
+    bucket.storage.pack()
+    plan = replica.plan_at(exchange["step"])
+    assert not isinstance(plan, Idle), "something arrived in a round in which this worker idles"
+    return Arrived(
+        step=exchange["step"],
+        plan=plan,
+        received=lay_out(exchange["received"]),
+        weight=exchange["weight"],
+        sent=lay_out(exchange["sent"]) if exchange["sent"] else None,
+    )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(v) for v in value)
+    return value

@@ -1,0 +1,165 @@
+"""The user's quick start, its pseudocode filled in, under the launchers a user would take."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from spawn import ScriptRun, spawn_script
+
+# As the user wrote it, but for the loop over the topologies and what the test wants to see.
+QUICK_START = """
+import json
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from decent_dp.ddp import DecentralizedDataParallel as DecentDP
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+    def forward(self, batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+
+def batches(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(n):
+        x = torch.randn(16, 4, generator=generator)
+        yield x, x.sum(1, keepdim=True)
+
+
+def train(topology, device, num_epochs=4):
+    # Initialize model (move to device before wrapping with DecentralizedDataParallel)
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    model = model.to(device)
+
+    # Wrap model with DecentDP
+    model = DecentDP(model,
+                     optim_fn=partial(optim_fn_adamw, lr=3e-2),
+                     lr_scheduler_fn=partial(lr_scheduler_fn_cosine_with_warmup, t_max=40, t_warmup=5),
+                     **topology)
+
+    losses = []
+    # Training loop
+    for epoch in range(num_epochs):
+        model.train()
+        for batch in batches(1000 * epoch + dist.get_rank(), 10):
+            loss = model(batch)
+            model.zero_grad()
+            loss.backward()
+            # no need for optimizer.step() as it is handled by DecentDP
+
+        model.eval()
+        for batch in batches(-1, 1):
+            with torch.no_grad():
+                loss = model(batch)
+        losses.append(loss.item())
+    return losses, [p.norm().item() for p in model.parameters()]
+
+
+torch.set_num_threads(1)
+# Initialize process group
+dist.init_process_group(backend='nccl' if torch.cuda.is_available() else 'gloo', init_method='env://')
+for topology in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps([topology, *train(topology, "cpu")]), flush=True)
+    except ValueError as error:
+        print(json.dumps([topology, str(error)]), flush=True)
+"""
+# How one worker starts without torchrun.
+PLAIN = QUICK_START.replace(
+    "dist.init_process_group(backend='nccl' if torch.cuda.is_available() else 'gloo', init_method='env://')",
+    "from decent_dp.utils import initialize_dist; assert initialize_dist() == (0, 1)",
+)
+NO_LAUNCHER = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+TOPOLOGIES = [{"topology": name} for name in ("ring", "exp", "complete", "alternating-exp-ring")]
+
+
+def run_cleanly(n: int, topologies: list[Any], **options: Any) -> list[list[list[Any]]]:
+    """What every rank printed, line by line, once nothing is wrong with how they ended."""
+    code: str = options.pop("code", QUICK_START)
+    run = spawn_script(code, n, args=[json.dumps(topologies)], timeout_s=100, **options)
+    assert [rank.stderr for rank in run.ranks] == [""] * n
+    assert run.leftovers == []
+    codes = [run.launcher.code] if run.launcher is not None else [rank.code for rank in run.ranks]
+    assert set(codes) == {0}
+    return [[json.loads(line) for line in rank.stdout.splitlines()] for rank in run.ranks]
+
+
+def check_learnt(ranks: list[list[list[Any]]], topologies: list[Any]) -> None:
+    for index, topology in enumerate(topologies):
+        results = [lines[index] for lines in ranks]
+        for given, losses, norms in results:
+            assert given == topology
+            assert losses[-1] < 0.3 * losses[0], (topology, losses)
+            # One model: replicas differ by the last small updates alone.
+            assert norms == pytest.approx(results[0][2], rel=2e-3)
+            assert losses[-1] == pytest.approx(results[0][1][-1], rel=0.1, abs=1e-3)
+    assert all(len(lines) == len(topologies) for lines in ranks)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_quick_start_under_torchrun(n: int) -> None:
+    # On one node, and as if every node had one or two workers, where that is a power of two of nodes.
+    per_node = [k for k in (1, 2) if n in (2 * k, 4 * k, 8 * k)]
+    several_nodes = [{"topology": "alternating-exp-ring", "_local_world_size": k} for k in per_node]
+    topologies = [*TOPOLOGIES, *several_nodes]
+    check_learnt(run_cleanly(n, topologies, torchrun=True), topologies)
+
+
+def test_quick_start_on_one_worker_without_torchrun() -> None:
+    for variables in (NO_LAUNCHER, {}):  # and with all of torchrun's variables, as some launchers set them
+        check_learnt(run_cleanly(1, TOPOLOGIES, code=PLAIN, env=variables), TOPOLOGIES)
+
+
+def test_quick_start_on_layouts_that_cannot_be_served() -> None:
+    three_nodes = {"topology": "alternating-exp-ring", "_local_world_size": 1}
+    two_a_node = {"topology": "ring", "_local_world_size": 2}
+    misspelt = {"topology": "alternating-ring"}
+    for lines in run_cleanly(3, [three_nodes, two_a_node, misspelt, {"topology": "exp"}]):
+        messages = [line[1] for line in lines]
+        assert "1, 2, 4, 8, 16" in messages[0]
+        assert "got 3 nodes of 1 workers" in messages[0]
+        assert "'exp', 'complete' and 'ring' serve this layout" in messages[0]
+        assert "3 workers with 2 a node" in messages[1]
+        assert "did you mean 'alternating-exp-ring'?" in messages[2]
+        assert messages[3][-1] < messages[3][0]  # after three refusals the workers can still train
+
+
+FAILS_ON_RANK_1 = QUICK_START.replace(
+    "            loss = model(batch)\n            model.zero_grad()",
+    "            assert dist.get_rank() != 1 or epoch != 1, 'data is gone'\n"
+    "            loss = model(batch)\n            model.zero_grad()",
+)
+
+
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_exception_on_one_rank_ends_all(torchrun: bool) -> None:
+    assert FAILS_ON_RANK_1 != QUICK_START
+    topologies = json.dumps([{"topology": "exp"}])
+    run = spawn_script(FAILS_ON_RANK_1, 3, args=[topologies], torchrun=torchrun)
+    assert "AssertionError: data is gone" in run.ranks[1].stderr
+    assert run.leftovers == []
+    if run.launcher is not None:
+        assert run.launcher.code == 1
+        return
+    assert [rank.code for rank in run.ranks] == [1, 1, 1]
+    for rank in (0, 2):
+        assert re.search(rf"ExchangeError: rank {rank}, step 1[01]: ", last_line(run, rank))
+        assert "rank 1" in last_line(run, rank)
+
+
+def last_line(run: ScriptRun, rank: int) -> str:
+    return run.ranks[rank].stderr.strip().splitlines()[-1]
