@@ -13,6 +13,7 @@ to the last bit of the wider dtype, and replicas that agree stay where they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Averages carry the step in one extra element: collectives match by order alone, so a worker that is one step off would
 # otherwise be averaged without a word. Modulo 128 it is exact in every floating dtype.
 _STEP_MODULUS = 128
+
+_CHUNK = 2**17  # elements that conversions on a CPU work on at a time, so that they stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +160,14 @@ def finish(bucket: Bucket) -> Arrived | None:
         _check_step(exchange)
     if not exchange.buffers:
         return None
-    dtype = bucket.storage.flat.dtype
+    flat, buffers = bucket.storage.flat, exchange.buffers
     if isinstance(exchange.plan, Swap):
-        weights = tuple(exchange.plan.receive_from.values())
-        received = _weighted_mean(
-            exchange.buffers, weights, dtype if exchange.sent is not None else exchange.buffers[0].dtype
-        )
-    elif len(exchange.buffers) > 1:
-        wide = torch.promote_types(dtype, torch.float32)
-        received = _weighted_mean([buffer[:-1] for buffer in exchange.buffers], [1.0] * len(exchange.buffers), wide)
+        received = _mean(buffers, tuple(exchange.plan.receive_from.values()), bucket, flat.dtype)
+    elif len(buffers) > 1:
+        members = tuple(buffer[:-1] for buffer in buffers)
+        received = _mean(members, (1.0,) * len(members), bucket, torch.promote_types(flat.dtype, torch.float32))
     else:
-        received = exchange.buffers[0][:-1]
+        received = buffers[0][:-1]
     return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent)
 
 
@@ -175,30 +175,55 @@ def mix(bucket: Bucket, arrived: Arrived) -> None:
     """``x <- (1 - weight) x + weight * received``, in one pass where sent and mixed dtype agree."""
     bucket.storage.pack()
     flat, received = bucket.storage.flat, arrived.received
-    if arrived.sent is not None:
-        flat.add_(received.sub_(arrived.sent), alpha=arrived.weight)
-    elif received.dtype == flat.dtype:
+    if arrived.sent is None and received.dtype == flat.dtype:
         flat.lerp_(received, arrived.weight)
     else:
-        flat.copy_(flat.to(received.dtype).lerp_(received, arrived.weight))
+        for scratch, x, r, s in _chunks(flat, received, arrived.sent):
+            if s is not None:
+                x.add_(scratch.copy_(r).sub_(s), alpha=arrived.weight)
+            else:
+                x.copy_(scratch.copy_(x).lerp_(r, arrived.weight))
     bucket.storage.unpack()
 
 
-def _weighted_mean(
-    tensors: tuple[Tensor, ...] | list[Tensor], weights: tuple[float, ...] | list[float], dtype: torch.dtype
-) -> Tensor:
-    """Return sum(w x) / sum(w); overwrites the first tensor where it has the dtype already."""
-    mean, total = tensors[0].to(dtype), weights[0]
-    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total += weight
-        mean.lerp_(tensor.to(dtype), weight / total)
+def _mean(tensors: tuple[Tensor, ...], weights: tuple[float, ...], bucket: Bucket, dtype: torch.dtype) -> Tensor:
+    """Return sum(w x) / sum(w): a single tensor as it is, several of the right dtype in the first of them."""
+    if len(tensors) == 1:
+        return tensors[0]
+    mean = tensors[0] if tensors[0].dtype == dtype else bucket.state("mean", tensors[0].numel(), dtype)
+    for position, tensor in enumerate(tensors):
+        share = weights[position] / sum(weights[: position + 1])
+        for scratch, m, x, _ in _chunks(mean, tensor, None):
+            if position == 0:
+                m.copy_(x)
+            elif x.dtype == dtype:
+                m.lerp_(x, share)
+            else:
+                m.lerp_(scratch.copy_(x), share)
     return mean
 
 
 def _cast(flat: Tensor, out: Tensor) -> Tensor:
     """Round to the wire dtype; what is out of its range is sent as its largest number."""
     largest = torch.finfo(out.dtype).max
-    return out.copy_(flat if torch.finfo(flat.dtype).max <= largest * 1.01 else flat.clamp(-largest, largest))
+    if torch.finfo(flat.dtype).max <= largest * 1.01:
+        return out.copy_(flat)
+    for scratch, x, o, _ in _chunks(flat, out, None):
+        o.copy_(torch.clamp(x, -largest, largest, out=scratch))
+    return out
+
+
+def _chunks(
+    first: Tensor, second: Tensor, third: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Walk along flat tensors in pieces that stay in cache, each with a scratch tensor of the wider dtype."""
+    length = _CHUNK if first.device.type == "cpu" else first.numel()
+    wide = torch.promote_types(first.dtype, second.dtype)
+    scratch = torch.empty(min(length, first.numel()), dtype=wide, device=first.device)
+    for begin in range(0, first.numel(), length):
+        end = min(begin + length, first.numel())
+        piece = None if third is None else third[begin:end]
+        yield scratch[: end - begin], first[begin:end], second[begin:end], piece
 
 
 def _check_step(exchange: Exchange) -> None:
