@@ -49,7 +49,7 @@ ALLOWED = {
     "startup": {"errors"},
     "engine": {"errors", "topology", "comm", "engine"},
     "consensus": {"errors", "comm", "engine"},
-    "join": {"comm", "engine"},
+    "join": {"errors", "comm", "engine"},
     "ddp": {"errors", "topology", "comm", "engine", "consensus", "join", "startup"},
     "topo": {"errors", "topology", "engine"},
     "utils": {"startup"},

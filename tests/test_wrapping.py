@@ -180,8 +180,8 @@ def thaw(model):
     [
         (assign_new, r"'0.weight'.*replaced"),
         (load_assign_inside, r"'0.weight'.*replaced"),
-        (lambda m: m.module.half(), r"'0.weight'.*float32 then and is torch.float16"),
-        (lambda m: m.double(), r"'0.weight'.*float32 then and is torch.float64"),
+        (lambda m: m.module.half(), r"'0.weight'.*float32 and is torch.float16"),
+        (lambda m: m.double(), r"'0.weight'.*float32 and is torch.float64"),
         (lambda m: setattr(m.module[0].weight, "data", torch.zeros(4, 4)), r"'0.weight'.*other memory"),
         (thaw, r"'1.bias'.*frozen"),
     ],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.comm import Communicator, TorchCommunicator
-from decent_dp.consensus import Average, mean_over_workers
+from decent_dp.consensus import Averager
 from decent_dp.engine import guards
-from decent_dp.engine.hooks import BackwardHooks
+from decent_dp.engine.hooks import BackwardHooks, in_backward
 from decent_dp.engine.replica import Replica
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.setup import set_up
 from decent_dp.engine.training_state import capture, forget, restore
-from decent_dp.errors import ConfigurationError, TrainingError
-from decent_dp.join import answer_until_all_left
+from decent_dp.errors import ConfigurationError
+from decent_dp.join import Joins
 from decent_dp.startup import default_workers_per_node
 from decent_dp.topology import Topology
 
@@ -102,7 +103,7 @@ class DecentralizedDataParallel(nn.Module):
         check_finite: bool = False,
     ) -> None:
         super().__init__()
-        self._communicator = TorchCommunicator(process_group, timeout) if communicator is None else communicator
+        self._communicator: Communicator = communicator or TorchCommunicator(process_group, timeout)
         self._settings = Settings(
             optim_fn,
             lr_scheduler_fn,
@@ -119,19 +120,23 @@ class DecentralizedDataParallel(nn.Module):
         if per_node is None:
             per_node = default_workers_per_node(self._communicator.num_workers)
         self._workers_per_node = per_node
-        self._average: Average | None = None
-        self._num_joins = 0
+        self._prefix = ""
         weakref.finalize(self, self._communicator.close)
         self._attach(model)
+        self._joins = Joins(self._communicator)
         self.module = model
         self.register_load_state_dict_pre_hook(_load_nested)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_name_nested)  # type: ignore[no-untyped-call]
 
     def _attach(self, model: nn.Module, trained_before: Collection[int] | None = None) -> None:
         """Set up everything that depends on which parameters there are, and hook into their backward."""
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model is {type(model).__name__}; it must be a torch.nn.Module")
         topology, buckets = set_up(model, self._settings, self._workers_per_node, self._communicator, trained_before)
         trained = [p for bucket in buckets for p in bucket.parameters]
         watch = guards.ParameterWatch(model, trained, as_view=self._settings.param_as_bucket_view)
         self._replica = Replica(model, buckets, topology, self._communicator, watch, self._settings)
+        self._averager = Averager(self._replica, self._communicator)
         self._hooks = BackwardHooks(trained, self._replica)
         names = dict(zip(map(id, trained), self._replica.names, strict=True))
         refusal = guards.refuse_foreign_optimizers(names, [*self.optimizers, self._replica.whole_model])
@@ -142,6 +147,8 @@ class DecentralizedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; nothing is waited for and nothing changes."""
         if not torch.compiler.is_compiling():
+            if not in_backward():
+                self._replica.forget_interrupted()
             self._replica.check_usable()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -199,11 +206,10 @@ class DecentralizedDataParallel(nn.Module):
             ...         for batch in batches:  # as many as this worker has, or none
             ...             model(batch).sum().backward()
         """
-        self._num_joins += 1
-        yield self
-        if self._replica.num_accumulated:
-            self.zero_grad()
-        answer_until_all_left(self._replica, self._communicator, f"join {self._num_joins}")
+        with self._joins.enter(self._replica):
+            yield self
+            if self._replica.num_accumulated:
+                self.zero_grad()
 
     def refresh(self) -> None:
         """Take over parameters that were frozen, thawed, replaced or converted; all workers must call it.
@@ -211,11 +217,13 @@ class DecentralizedDataParallel(nn.Module):
         Buckets, optimizers and schedulers are built anew. Parameters that were trained before keep what belongs to
         them: optimizer state, learning rate, what is in flight. The others start from those of rank 0.
         """
-        self._refuse_average()
+        self._averager.refuse_applied()
         state = capture(self._replica)
         before = set(map(id, self._replica.parameters))
-        self._take_down()
-        self._attach(self.module, before)
+        old, take_down = self._replica, self._take_down
+        with old.fails_on_error():
+            self._attach(self.module, before)
+        take_down()
         new = [n for n, p in zip(self._replica.names, self._replica.parameters, strict=True) if id(p) not in before]
         forget(state, new)
         restore(self._replica, state)
@@ -228,7 +236,7 @@ class DecentralizedDataParallel(nn.Module):
         Args:
             factor: Between 0 (no mixing) and 1 (the topology's weights).
         """
-        if not 0 <= factor <= 1:
+        if not isinstance(factor, numbers.Real) or not 0 <= factor <= 1:
             raise ConfigurationError(f"the mixing strength must lie between 0 and 1, got {factor}")
         self._replica.strength = float(factor)
 
@@ -259,62 +267,22 @@ class DecentralizedDataParallel(nn.Module):
 
         Args:
             will_revert: Whether `revert_global_avg` will restore the replicas. If not, the average replaces them for
-            good and
-                what is in flight is dropped.
+                good and what is in flight is dropped.
             return_d2c: Whether to return the distance.
 
         Returns:
             L2 distance of this worker's replica to the average if asked for.
         """
-        average = self._start_average(list(self.module.buffers()) if self._settings.sync_buffer_in_global_avg else [])
-        average.finish()
-        distance = average.distance_to_mean() if return_d2c else None
-        average.apply(keep=will_revert)
-        if will_revert:
-            self._average = average
-            self._replica.paused = (
-                "backward() while replicas are replaced by their average; leave consensus() or call "
-                "revert_global_avg() "
-                "before training goes on (global_avg(will_revert=False) keeps the average)"
-            )
-        else:
-            self._replica.drop_exchanges()
-        return distance
+        buffers = list(self.module.buffers()) if self._settings.sync_buffer_in_global_avg else []
+        return self._averager.replace(buffers, will_revert=will_revert, return_distance=return_d2c)
 
     def revert_global_avg(self) -> None:
         """Restore the replicas that `global_avg` replaced, bit for bit."""
-        if self._average is None:
-            raise TrainingError(
-                f"{self._replica.here}: revert_global_avg() without global_avg(will_revert=True) before it"
-            )
-        self._average.restore()
-        self._average = None
-        self._replica.paused = None
+        self._averager.revert()
 
     def consensus_distance(self) -> float:
         """Return the root mean square over workers of the L2 distance to their mean; every worker must call it."""
-        average = self._start_average([])
-        average.finish()
-        finish = mean_over_workers(average.distance_to_mean() ** 2, self._communicator)
-        return float(finish() ** 0.5)
-
-    def _refuse_average(self) -> None:
-        if self._average is not None:
-            raise TrainingError(
-                f"{self._replica.here}: the replicas are replaced by their average; leave consensus() or call "
-                "revert_global_avg() first"
-            )
-
-    def _start_average(self, buffers: Sequence[Tensor]) -> Average:
-        self._replica.check_usable()
-        if self._average is not None:
-            raise TrainingError(
-                f"{self._replica.here}: the replicas are already replaced by their average; leave consensus() or "
-                "call revert_global_avg()"
-            )
-        average = Average(self._replica.buckets, buffers, self._communicator)
-        average.start()
-        return average
+        return self._averager.distance()
 
     # ---------------------------------------------------------------- reading and loading
 
@@ -333,8 +301,11 @@ class DecentralizedDataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that buckets and optimizers hold; load with "
                 "assign=False, or load into the module before wrapping it"
             )
+        self._averager.refuse_applied()
+        self.synchronize()
+        result = self.module.load_state_dict(state_dict, strict)
         self._replica.drop_exchanges()
-        return self.module.load_state_dict(state_dict, strict)
+        return result
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the wrapped module, under its own names."""
@@ -375,9 +346,19 @@ class DecentralizedDataParallel(nn.Module):
 def _load_nested(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """When a module that contains the wrapper is loaded: give the names back their place."""
     assert isinstance(module, DecentralizedDataParallel)
+    module._averager.refuse_applied()
     module._replica.drop_exchanges()
+    module._prefix = prefix
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _name_nested(module: nn.Module, keys: Any) -> None:
+    """And tell the keys that do not fit by the names the user knows."""
+    assert isinstance(module, DecentralizedDataParallel)
+    inside = f"{module._prefix}module."
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [f"{module._prefix}{n.removeprefix(inside)}" if n.startswith(inside) else n for n in names]
 
 
 def _take_down(hooks: BackwardHooks, refusal: Any) -> None:

@@ -1,50 +1,86 @@
 """Uneven work: a worker that has left its loop answers exchanges until all have left theirs.
 
-Nobody counts workers while they train. A worker that leaves says so on a board that all can read and write, and then
-takes steps without gradients: finish, mix, no update, start. They keep pace with the others by themselves, since
-finishing a round waits for those it was played with. What has to be agreed on is the last step:
-
-- before each such step a worker notes how far it is about to go, *then* reads how many have left;
-- the one who leaves last reads all notes and writes the largest as the final step;
-- whoever reads that all have left takes no step of its own accord, but goes on until the final one.
-
-A step that was noted before all had left is therefore always in what the last one reads, and all end at the same step.
+Inside of a join every worker notes on a board that all can read which steps it has taken. A worker that has left its
+loop takes a step without gradients (finish, mix, no update, start) for every step that somebody has noted, and is done
+when all have left and nobody has noted a further step. So all end at the step of the worker with the most work,
+whatever their speed, and where the work is even nothing is added.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from decent_dp.comm.protocol import Communicator
 from decent_dp.engine.replica import Replica
+from decent_dp.errors import ConfigurationError, ExchangeError
 
-_POLL_S = 0.01
+_POLL_S = 0.005
 
 
-@torch.no_grad()
-def answer_until_all_left(replica: Replica, communicator: Communicator, name: str) -> None:
-    """Take steps without gradients until every worker has left and all are at the same step.
+class Joins:
+    """The joins of one model.
 
     Args:
-        replica: Of this worker.
         communicator: Of this worker; its board carries the notes.
-        name: Of this occasion, equal on all workers.
     """
-    board, n = communicator.board, communicator.num_workers
-    note = f"{name}/progress/{communicator.rank}"
-    board.write(note, replica.t)
-    if board.add(f"{name}/left", 1) == n:
-        final = max(board.read(f"{name}/progress/{rank}") or 0 for rank in range(n))
-        board.write(f"{name}/final", final)
-    while True:
-        replica.wait()  # the others are here, so nobody runs ahead by more than a cycle
-        board.write(note, replica.t + 1)
-        if board.add(f"{name}/left", 0) == n:
-            break
-        replica.finish_window()
-    while (last := board.read(f"{name}/final")) is None:
-        time.sleep(_POLL_S)
-    while replica.t < last:
-        replica.finish_window()
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._board, self._timeout = communicator.board, communicator.timeout
+        self._rank, self._num_workers = communicator.rank, communicator.num_workers
+        self._number = 0
+        self._used: list[str] = []  # keys of the join before, which every worker has left
+
+    @contextmanager
+    def enter(self, replica: Replica) -> Iterator[None]:
+        """Let workers take unequal numbers of steps inside.
+
+        Args:
+            replica: Of this worker.
+
+        Raises:
+            ConfigurationError: For virtual workers, which take turns and cannot wait for each other.
+            ExchangeError: If a worker neither steps nor leaves within the timeout.
+        """
+        if self._timeout is None:
+            raise ConfigurationError(
+                "virtual workers take turns, so none can answer in the background; call finish_window() on those "
+                "without a batch instead of join()"
+            )
+        self._number += 1
+        name, first = f"join {self._number}", replica.t
+        replica.after_step = lambda t: self._board.write(f"{name}/step/{t}", 1)
+        try:
+            yield
+            self._answer(replica, name, self._timeout.total_seconds())
+        finally:
+            replica.after_step = None
+        for key in self._used:
+            self._board.delete(key)
+        mine = range(first + (self._rank - first) % self._num_workers, replica.t, self._num_workers)
+        self._used = [f"{name}/left/{self._rank}", *(f"{name}/step/{t}" for t in mine)]
+
+    @torch.no_grad()
+    def _answer(self, replica: Replica, name: str, timeout_s: float) -> None:
+        board = self._board
+        board.write(f"{name}/left/{self._rank}", 1)
+        board.add(f"{name}/left", 1)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            everybody = board.add(f"{name}/left", 0) == self._num_workers  # read before the note of a step
+            if board.read(f"{name}/step/{replica.t}") is not None:
+                replica.finish_window()
+                deadline = time.monotonic() + timeout_s
+            elif everybody:
+                return
+            elif time.monotonic() > deadline:
+                inside = [r for r in range(self._num_workers) if board.read(f"{name}/left/{r}") is None]
+                raise ExchangeError(
+                    f"{replica.here}: ranks {inside} neither took a step nor left join() within the timeout; look at "
+                    "the logs of these workers"
+                )
+            else:
+                time.sleep(_POLL_S)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from decent_dp.errors import LaunchError
 
 logger = logging.getLogger("decent_dp")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHER_PORT = "choose a free one (torchrun --standalone, or --master-port N)"
 _HINT = "start the script with 'torchrun --nproc-per-node N script.py', which sets all of them"
 
 
@@ -61,22 +65,40 @@ def initialize_dist(timeout: timedelta | None = None) -> tuple[int, int]:
         return 0, 1
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        raise LaunchError(f"{' and '.join(given)} set but {' and '.join(missing)} missing in the environment; {_HINT}")
+        raise LaunchError(f"{', '.join(given)} set but {', '.join(missing)} missing in the environment; {_HINT}")
     rank, world_size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
     if world_size < 1 or rank >= world_size:
         raise LaunchError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks go from 0 to WORLD_SIZE - 1; {_HINT}")
+    address = f"{os.environ['MASTER_ADDR']}:{port}"
     try:
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=timeout)
+        limit = {} if timeout is None else {"timeout": timeout}
+        store, _, _ = next(rendezvous("env://", rank, world_size, **limit))
+        _claim(store, rank, address)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{port}"
-        text = (str(error).splitlines() or [""])[0]
+        if isinstance(error, LaunchError):
+            raise
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise LaunchError(
-                f"port {port} (MASTER_PORT) is in use at {address}, perhaps by another job; choose a free one "
-                "(torchrun --standalone, or --master-port N)"
+                f"port {port} (MASTER_PORT) is in use at {address}, perhaps by another job; {_OTHER_PORT}"
             ) from error
-        raise LaunchError(f"rank {rank}: no rendezvous at {address} (MASTER_ADDR, MASTER_PORT): {text}") from error
+        text = (str(error).splitlines() or [""])[0]
+        raise LaunchError(
+            f"rank {rank}: no rendezvous of {world_size} workers at {address} (MASTER_ADDR, MASTER_PORT): {text}. All "
+            f"workers must be started, and no other job may use this port; {_OTHER_PORT}"
+        ) from error
     return rank, world_size
+
+
+def _claim(store: Any, rank: int, address: str) -> None:
+    """Refuse a store in which another process is this rank already: it belongs to another job."""
+    key, me = f"decent_dp/rank/{rank}", f"{socket.gethostname()}:{os.getpid()}"
+    if store.check([key]) and store.get(key).decode() != me:
+        raise LaunchError(
+            f"rank {rank} is taken at {address} by process {store.get(key).decode()}, so another job uses this port "
+            f"(MASTER_PORT); {_OTHER_PORT}"
+        )
+    store.set(key, me)
 
 
 def default_workers_per_node(num_workers: int) -> int:

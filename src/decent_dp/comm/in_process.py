@@ -5,12 +5,13 @@ before any runs step t+1.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from decent_dp.comm.protocol import PeerFailure
+from decent_dp.comm.protocol import Board, PeerFailure
+from decent_dp.comm.tensors import write
 from decent_dp.errors import ConfigurationError
 
 
@@ -55,6 +56,9 @@ class _Numbers:
     def read(self, key: str) -> int | None:
         return self._numbers.get(key)
 
+    def delete(self, key: str) -> None:
+        self._numbers.pop(key, None)
+
     def add(self, key: str, amount: int) -> int:
         self._numbers[key] = self._numbers.get(key, 0) + amount
         return self._numbers[key]
@@ -75,9 +79,10 @@ class InProcessCommunicator:
     def __init__(self, world: InProcessWorld, rank: int) -> None:
         self.rank = rank
         self.num_workers = world.num_workers
+        self.timeout: timedelta | None = None
         self._world = world
         self._num_calls: dict[tuple[Any, ...], int] = {}
-        self.board = _Numbers(world._numbers)
+        self.board: Board = _Numbers(world._numbers)
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any]) -> None:
         """Nothing to set up."""
@@ -103,10 +108,10 @@ class InProcessCommunicator:
         meeting.brought[self.rank] = buffer
         return _Sum(self._world, key, members, buffer)
 
-    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int]) -> "_Gather":
+    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> "_Gather":
         """See `Communicator.start_gather`; the payload is copied at once."""
-        members = tuple(ranks)
-        meeting, key = self._meet("gather", members)
+        members = tuple(range(self.num_workers)) if ranks is None else tuple(ranks)
+        meeting, key = self._meet("gather" if ranks is not None else "gather of all", members)
         meeting.brought[self.rank] = payload.clone()
         return _Gather(self._world, key, members, tuple(buffers))
 
@@ -117,9 +122,8 @@ class InProcessCommunicator:
             meeting.brought[0] = [tensor.detach().clone() for tensor in tensors]
         if 0 not in meeting.brought:
             raise ConfigurationError(f"rank {self.rank} was built before rank 0; build virtual workers in rank order")
-        with torch.no_grad():
-            for mine, first in zip(tensors, meeting.brought[0], strict=True):
-                mine.copy_(first)
+        for mine, first in zip(tensors, meeting.brought[0], strict=True):
+            write(mine, first)
         _leave(self._world, key, self.num_workers)
 
     def gather(self, value: Any) -> list[Any]:

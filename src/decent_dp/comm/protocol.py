@@ -6,6 +6,7 @@ virtual workers that share one process. Everything that takes time comes as a pa
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,12 +18,14 @@ class PeerFailure(Exception):  # noqa: N818 - a report of the communicator, turn
     Args:
         ranks: The workers that were waited for.
         reason: What happened, in words.
+        causes: The workers whose logs will tell why; ``ranks`` when None.
     """
 
-    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+    def __init__(self, ranks: Sequence[int], reason: str, causes: Sequence[int] | None = None) -> None:
         super().__init__(reason)
         self.ranks = tuple(ranks)
         self.reason = reason
+        self.causes = self.ranks if causes is None else tuple(causes)
 
 
 class Handle(Protocol):
@@ -47,6 +50,9 @@ class Board(Protocol):
     def read(self, key: str) -> int | None:
         """Return a number, None when nobody has written it."""
 
+    def delete(self, key: str) -> None:
+        """Forget a number, if there is one."""
+
     def add(self, key: str, amount: int) -> int:
         """Add to a number that starts at 0, and return the sum, in one indivisible operation."""
 
@@ -60,6 +66,10 @@ class Communicator(Protocol):
 
     rank: int
     num_workers: int
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long a worker may be silent; None if workers take turns, so that nobody can wait for another."""
 
     @property
     def board(self) -> Board:
@@ -94,8 +104,8 @@ class Communicator(Protocol):
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Handle:
         """Replace a tensor by its sum over a clique (over all workers without ``ranks``), in place."""
 
-    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int]) -> Handle:
-        """Collect the payload of every member of a clique, in rank order, this worker's own included."""
+    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> Handle:
+        """Collect the payload of every member of a clique (of all workers without ``ranks``), in rank order."""
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of rank 0."""

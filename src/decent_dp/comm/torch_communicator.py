@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.comm.protocol import PeerFailure
+from decent_dp.comm.protocol import Board, PeerFailure
+from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
 _NOTES_S = 3.0  # how long to wait for the notes of workers that fail at about the same time
@@ -53,9 +55,13 @@ class TorchCommunicator:
             )
         self.rank = group.rank()
         self.num_workers = group.size()
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ConfigurationError(f"timeout is {timeout!r}; it must be a datetime.timedelta or None")
+        self.board: Board
         self._group = group
-        self._timeout = timeout
+        self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
+        self._in_flight: weakref.WeakSet[_Works] = weakref.WeakSet()
         self._known: set[tuple[tuple[int, ...] | None, str]] = set()  # on all workers, whether this one is in it or not
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
@@ -107,7 +113,7 @@ class TorchCommunicator:
         group = self._groups[_key(ranks), buffer.device.type]
         return _Works(self, (buffer,)).add(self._others(ranks), partial(group.allreduce, [buffer], options))
 
-    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int]) -> "_Works":
+    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> "_Works":
         """See `Communicator.start_gather`; travels as bytes, so that every dtype is served."""
         bytes_out = payload.view(torch.uint8)
         bytes_in = [buffer.view(torch.uint8) for buffer in buffers]
@@ -119,11 +125,11 @@ class TorchCommunicator:
         """See `Communicator.broadcast`; travels as contiguous bytes, so that every dtype and stride is served."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        sent = [(tensor, tensor.detach().contiguous().reshape(-1)) for tensor in tensors if tensor.numel() > 0]
+        sent = [(tensor, to_bytes(tensor)) for tensor in tensors if tensor.numel() > 0]
         works = _Works(self, ())
-        for _, flat in sent:
-            group = self._groups[None, flat.device.type]
-            works.add(self._others(None), partial(group.broadcast, [flat.view(torch.uint8)], options))
+        for _, data in sent:
+            group = self._groups[None, data.device.type]
+            works.add(self._others(None), partial(group.broadcast, [data], options))
         try:
             works.wait()
         except PeerFailure as failure:
@@ -132,9 +138,8 @@ class TorchCommunicator:
                 f"{failure.reason}; look at the log of {_name(failure.ranks)}"
             ) from failure
         if self.rank:
-            with torch.no_grad():
-                for tensor, flat in sent:
-                    tensor.copy_(flat.view(tensor.shape))
+            for tensor, data in sent:
+                write(tensor, from_bytes(data, tensor))
 
     def gather(self, value: Any) -> list[Any]:
         """See `Communicator.gather`; uses the user's group, in program order."""
@@ -165,14 +170,13 @@ class TorchCommunicator:
                 f"the parameters are on {kind} and the process group has {backend} for {kind}; it must be gloo "
                 "for cpu and nccl for cuda: pass backend='cpu:gloo,cuda:nccl' to init_process_group"
             )
-        timeout = self._timeout or users.options._timeout  # type: ignore[union-attr]
         store = dist.distributed_c10d.PrefixStore(name, self._store)
         rank = ranks.index(self.rank)
         try:
             if kind == "cpu":
-                return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+                return dist.ProcessGroupGloo(store, rank, len(ranks), self.timeout)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options._timeout = self.timeout
             return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
         except RuntimeError as error:
             raise ExchangeError(
@@ -183,30 +187,34 @@ class TorchCommunicator:
     def explain(self, ranks: tuple[int, ...], error: RuntimeError) -> PeerFailure:
         """Turn a backend's error into the workers that are lost and what happened to them.
 
-        A worker that fails leaves a note in the store. Of several suspects those without a note are the cause; if all
-        have one, they failed because of somebody else, whom their notes name.
+        A worker that fails leaves a note in the store of whom it lost, and closes its connections, so that those who
+        wait for it fail too. Of several suspects the ones without a note are the cause; if all have left one, somebody
+        else is, whom their notes name.
         """
-        notes: dict[int, str] = {}
+        notes: dict[int, tuple[int, ...]] = {}
         reader = threading.Thread(target=self._exchange_notes, args=(ranks, notes), daemon=True)
         reader.start()
+        self.close()
+        for works in list(self._in_flight):
+            works.abandon()  # they hold on to the connections
         reader.join(_NOTES_S + 1)  # the store may have died with its host
         silent = tuple(rank for rank in ranks if rank not in notes)
         reason = _reason(error)
-        if len(silent) < len(ranks) and silent:
+        if silent:
             return PeerFailure(silent, reason)
-        if notes and not silent:
-            reason += "".join(f"; rank {rank} itself had lost {notes[rank]}" for rank in ranks if rank in notes)
-        return PeerFailure(ranks, reason)
+        causes = sorted({lost for rank in ranks for lost in notes[rank]} - set(ranks) - {self.rank})
+        lost = "".join(f"; rank {rank} itself had lost {_name(notes[rank])}" for rank in ranks)
+        return PeerFailure(ranks, reason + lost, tuple(causes) or ranks)
 
-    def _exchange_notes(self, ranks: tuple[int, ...], notes: dict[int, str]) -> None:
+    def _exchange_notes(self, ranks: tuple[int, ...], notes: dict[int, tuple[int, ...]]) -> None:
         """Leave a note of whom this worker lost, and collect those of the workers it waited for."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"lost/{self.rank}", _name(ranks))
+            self._store.set(f"lost/{self.rank}", ",".join(map(str, ranks)))
             deadline = time.monotonic() + _NOTES_S
             while len(notes) < len(ranks) and time.monotonic() < deadline:
                 for rank in ranks:
                     if rank not in notes and self._store.check([f"lost/{rank}"]):
-                        notes[rank] = self._store.get(f"lost/{rank}").decode()
+                        notes[rank] = tuple(map(int, self._store.get(f"lost/{rank}").decode().split(",")))
                 time.sleep(0.05)
 
     def _others(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
@@ -225,6 +233,9 @@ class _Numbers:
     def read(self, key: str) -> int | None:
         return int(self._store.get(f"board/{key}")) if self._store.check([f"board/{key}"]) else None
 
+    def delete(self, key: str) -> None:
+        self._store.delete_key(f"board/{key}")
+
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(f"count/{key}", amount))
 
@@ -236,13 +247,14 @@ class _Works:
         self._communicator = communicator
         self._tensors = tensors  # a backend writes to their memory until wait returns
         self._works: list[tuple[tuple[int, ...], Any]] = []
+        communicator._in_flight.add(self)
 
     def add(self, ranks: tuple[int, ...], start: Callable[[], Any]) -> "_Works":
         """Start an operation that depends on some workers."""
         try:
             self._works.append((ranks, start()))
-        except RuntimeError as error:
-            raise self._communicator.explain(ranks, error) from error
+        except RuntimeError as error:  # of a worker that has ended: matters only if somebody waits for it
+            self._works.append((ranks, _Failed(error)))
         return self
 
     def wait(self) -> None:
@@ -251,13 +263,39 @@ class _Works:
             try:
                 work.wait()
             except RuntimeError as error:
+                del work
                 raise self._communicator.explain(ranks, error) from error
             self._works.pop(0)
         self._tensors = ()
+        self._communicator._in_flight.discard(self)
+
+    def abandon(self) -> None:
+        """Give up; whoever waits later is told so."""
+        lost = RuntimeError("Connection closed after an earlier error")
+        self._works = [(ranks, _Failed(lost)) for ranks, _ in self._works]
+
+
+class _Failed:
+    """An operation that could not be started."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
 
 
 def _key(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if ranks is None else tuple(ranks)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout the user gave the group."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
 
 
 def _name(ranks: Sequence[int]) -> str:
@@ -266,10 +304,10 @@ def _name(ranks: Sequence[int]) -> str:
 
 def _reason(error: RuntimeError) -> str:
     text = str(error)
-    if "Connection closed" in text or "Connection reset" in text or "Broken pipe" in text:
-        return "the connection closed, so the process has ended"
+    if "Connection closed" in text or "Connection reset" in text or "Broken pipe" in text or "onnect" in text:
+        return "the connection closed: its process, or its model, has ended"
     if "imed out" in text or "imeout" in text:
-        return f"no answer within the timeout ({_first_line(error)})"
+        return "no answer within the timeout"
     return _first_line(error)
 
 

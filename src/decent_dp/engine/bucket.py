@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.engine.exchange import Arrived, Exchange
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.storage import FlatStorage
-from decent_dp.errors import TrainingError
+from decent_dp.errors import ConfigurationError, TrainingError
 
 
 class Bucket:
@@ -50,6 +50,8 @@ class Bucket:
         self.optimizer = optim_fn(list(zip(self.names, self.parameters, strict=True)))
         if lr_scheduler_fn is not None:
             self.scheduler = lr_scheduler_fn(self.optimizer)
+            if self.scheduler is None:
+                raise ConfigurationError("lr_scheduler_fn returned None; it must return the scheduler it makes")
 
     def state(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a named tensor of this bucket, made once and kept."""
@@ -79,12 +81,13 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def check_finite(self) -> None:
+    def check_finite(self, here: str) -> None:
         """Refuse to send numbers that are not finite, if the user asked for the check."""
         if self._check_finite and not self.storage.flat.isfinite().all():
             names = [n for n, p in zip(self.names, self.parameters, strict=True) if not p.isfinite().all()]
             raise TrainingError(
-                f"parameter '{names[0]}' is not finite after the update, and mixing would spread it to other workers; "
+                f"{here}: parameter '{names[0]}' is not finite after the update, and mixing would spread it to "
+                "other workers; "
                 "look at this worker's loss and learning rate, and restart from a checkpoint"
             )
 

@@ -63,18 +63,21 @@ class Exchange:
         try:
             self.handle.wait()
         except PeerFailure as failure:
-            raise self.error(failure.ranks, failure.reason) from failure
+            raise self.error(failure) from failure
 
-    def error(self, ranks: tuple[int, ...], reason: str) -> ExchangeError:
+    def error(self, failure: PeerFailure) -> ExchangeError:
         """Say which worker did not do its part of this exchange."""
-        return _error(self.rank, self.step, self.where, ranks, reason)
+        return _error(self.rank, self.step, self.where, failure)
 
 
-def _error(rank: int, step: int, where: str, ranks: tuple[int, ...], reason: str) -> ExchangeError:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+def _error(rank: int, step: int, where: str, failure: PeerFailure) -> ExchangeError:
+    def name(ranks: tuple[int, ...]) -> str:
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+
+    who, cause, reason = name(failure.ranks), name(failure.causes), failure.reason
     return ExchangeError(
         f"rank {rank}, step {step}: the exchange of {where} with {who} failed: {reason}. All workers must run the same "
-        f"updates; look at the log of {who}. This model cannot go on; restart from a checkpoint"
+        f"updates; look at the log of {cause}. This model cannot go on; restart from a checkpoint"
     )
 
 
@@ -105,7 +108,7 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
     if not isinstance(plan, (Average, Swap)):
         return None
     bucket.storage.pack()
-    bucket.check_finite()
+    bucket.check_finite(f"rank {communicator.rank}, step {step}")
     try:
         if isinstance(plan, Swap):
             weight = sum(plan.receive_from.values())
@@ -115,7 +118,7 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
             start_average = _start_gather if bucket.is_narrowed or bucket.wire_dtype.itemsize <= 2 else _start_sum
             handle, sent, buffers = start_average(bucket, step, plan, communicator)
     except PeerFailure as failure:
-        raise _error(communicator.rank, step, bucket.description, failure.ranks, failure.reason) from failure
+        raise _error(communicator.rank, step, bucket.description, failure) from failure
     return Exchange(step, plan, strength * weight, handle, sent, buffers, communicator.rank, bucket.description)
 
 
@@ -240,4 +243,4 @@ def _check_step(exchange: Exchange) -> None:
     else:
         late = others if abs(exchange.buffers[0][-1].item() - expected) * len(ranks) > 0.5 else ()
     if late:
-        raise exchange.error(late, "it is at another step")
+        raise exchange.error(PeerFailure(late, "it is at another step"))

@@ -16,9 +16,10 @@ belong to the old parameters. The hook on the output remembers the step it was m
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -26,7 +27,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 
 
 class BackwardListener(Protocol):
@@ -82,8 +82,8 @@ class BackwardHooks:
     def watch_output(self, output: Any) -> None:
         """Notice backwards that start from a model's output. See [Note: nested backward] and [Note: stale graph]."""
         listener = self._listener()
-        for tensor in pytree.tree_iter(output):
-            if listener is not None and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        for tensor in _tensors(output):
+            if listener is not None and tensor.grad_fn is not None:
                 passed = partial(_call, weakref.ref(self), BackwardHooks._passed_output, listener.t)
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
 
@@ -126,6 +126,32 @@ class BackwardHooks:
         listener = self._listener()
         if listener is not None and self._any_gradient:
             listener.backward_finished()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether a living `BackwardHooks` listens to a parameter."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(h, partial) and h.func is _call and h.args[0]() is not None for h in hooks.values())
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Find the tensors in what a module returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple, set)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))
 
 
 def _call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from decent_dp.engine.exchange import Arrived
@@ -33,29 +33,34 @@ class PreAverageHook(Protocol):
     """An optimizer that wants to see what arrived before it is mixed."""
 
     def pre_average_hook(self, edge: Edge, weight: float) -> None:
-        """Called once per bucket and step, with the edge and the weight a worker keeps now."""
+        """Called once per bucket and step, with the edge and the weight a worker keeps of its own."""
 
 
-def announce(bucket: Bucket, arrived: Arrived, rank: int) -> None:
-    """Call the hook of the bucket's optimizer, if it has one.
+def announce(bucket: Bucket, arrived: Arrived, rank: int) -> Arrived:
+    """Call the hook of the bucket's optimizer, if it has one, and return what is to be mixed.
 
     ``parameter.comm_buffer`` is, as in the original package, ``(1 - w) / (k - 1)`` times the sum of all k workers'
-    parameters, this worker's included: for equal weights their mean.
+    parameters, this worker's included: for equal weights their mean. What the hook writes there is mixed.
     """
     if not isinstance(bucket.optimizer, PreAverageHook):
-        return
-    plan = arrived.plan
+        return arrived
     bucket.storage.pack()
+    plan, x = arrived.plan, bucket.storage.flat
+    ranks = list(plan.ranks) if isinstance(plan, Average) else sorted({rank, *plan.receive_from})
+    others = len(ranks) - 1
+    # both kinds as x <- (1 - given) x + given * (mean of the others), and the sum of the edge from that
     if isinstance(plan, Average):
-        ranks, nominal = list(plan.ranks), plan.weight * (1 - 1 / len(plan.ranks))
-        kept = 1 - arrived.weight * (1 - 1 / len(plan.ranks))
-        total = arrived.received * arrived.weight
+        given = plan.weight * others / len(ranks)
+        buffer = arrived.received * (given * len(ranks) / others)
     else:
-        ranks, nominal = sorted({rank, *plan.receive_from}), sum(plan.receive_from.values())
-        kept = 1 - arrived.weight
-        total = (arrived.received + bucket.storage.flat / len(plan.receive_from)) * arrived.weight
-    for parameter, view in zip(
-        bucket.parameters, bucket.storage.views(total.to(bucket.storage.flat.dtype)), strict=True
-    ):
+        given = sum(plan.receive_from.values())
+        buffer = (arrived.received + x / others) * given
+    buffer = buffer.to(x.dtype)
+    for parameter, view in zip(bucket.parameters, bucket.storage.views(buffer), strict=True):
         parameter.comm_buffer = view  # type: ignore[attr-defined]
-    bucket.optimizer.pre_average_hook(Edge(ranks, 1 - nominal), kept)
+    before = buffer._version
+    bucket.optimizer.pre_average_hook(Edge(ranks, 1 - given), 1 - given)
+    if buffer._version == before:
+        return arrived
+    received = buffer * (others / (given * len(ranks))) if isinstance(plan, Average) else buffer / given - x / others
+    return replace(arrived, received=received, sent=None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ class Replica:
         num_accumulated: Backwards whose gradients wait for an update.
         strength: Mixing strength of rounds started from now on.
         paused: Why no update may happen now, or None.
+        after_step: Called with the number of each step taken, or None.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Replica:
         self.num_accumulated = 0
         self.strength = 1.0
         self.paused: str | None = None
+        self.after_step: Callable[[int], None] | None = None
         self._topology, self._communicator, self._watch = topology, communicator, watch
         self.scaler, self._max_norm = settings.active_scaler, settings.grad_clip_norm
         position = {id(p): index for index, p in enumerate(self.parameters)}
@@ -77,9 +80,26 @@ class Replica:
 
     def wait(self) -> None:
         """Return when nothing travels from the parameters; mixes nothing."""
-        for bucket in self.buckets:
-            if bucket.exchange is not None:
-                bucket.exchange.wait()
+        with self.fails_on_error():
+            for bucket in self.buckets:
+                if bucket.exchange is not None:
+                    bucket.exchange.wait()
+
+    @contextmanager
+    def fails_on_error(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the replica unusable."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or f"{type(error).__name__} in step {self.t}: {error}"
+            raise
+
+    def forget_interrupted(self) -> None:
+        """Outside of any backward: drop what one that raised before its first update has left."""
+        if self._release.num_released == 0 and self.num_accumulated == 0:
+            self._release.reset()
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def drop_exchanges(self) -> None:
         """Wait, and forget what arrived."""
@@ -89,6 +109,16 @@ class Replica:
 
     def backward_started(self, computed_at: int) -> None:
         """Check that this backward may update the parameters."""
+        try:
+            self._may_update(computed_at)
+        except TrainingError:
+            if self.num_accumulated == 0:
+                for parameter in self.parameters:  # of this backward, which goes no further
+                    parameter.grad = None
+            raise
+        self._release.reset()
+
+    def _may_update(self, computed_at: int) -> None:
         self.check_usable()
         if self.paused is not None:
             raise TrainingError(f"{self.here}: {self.paused}")
@@ -100,7 +130,6 @@ class Replica:
             )
         if self._release.num_released:
             self._fail(f"its backward was interrupted after {self._release.num_released} buckets were updated")
-        self._release.reset()
 
     def gradient_ready(self, index: int) -> None:
         """Step every bucket that is complete and whose predecessors are done."""
@@ -117,16 +146,19 @@ class Replica:
         if self.accumulating:
             self.num_accumulated += 1
             return
-        if self._decides_at_the_end:
-            self._refuse_sparse()
-            decide(self.whole_model, self.scaler, self._max_norm)
-        self._step_buckets(everything=True)
-        self._release.reset()
-        self.num_accumulated = 0
-        self.t += 1
-        for bucket in self.buckets:
-            if bucket.scheduler is not None:
-                bucket.scheduler.step()
+        with self.fails_on_error():
+            if self._decides_at_the_end:
+                self._refuse_sparse()
+                decide(self.whole_model, self.scaler, self._max_norm)
+            self._step_buckets(everything=True)
+            self._release.reset()
+            self.num_accumulated = 0
+            self.t += 1
+            for bucket in self.buckets:
+                if bucket.scheduler is not None:
+                    bucket.scheduler.step()
+            if self.after_step is not None:
+                self.after_step(self.t - 1)
 
     def finish_window(self) -> None:
         """Take a step with the gradients there are, outside of backward."""
@@ -172,11 +204,8 @@ class Replica:
 
     def _step_buckets(self, *, everything: bool = False) -> None:
         while (index := self._release.release(everything=everything)) is not None:
-            try:
+            with self.fails_on_error():
                 step(self.buckets[index], self.t, self.plan_at(self.t), self._communicator, self.strength)
-            except BaseException as error:
-                self._failure = f"{type(error).__name__} in step {self.t}: {error}"
-                raise
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

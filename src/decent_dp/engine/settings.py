@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -59,11 +60,11 @@ class Settings:
             raise ConfigurationError(
                 f"scaler is {type(self.scaler).__name__}; it must be a torch.amp.GradScaler or None"
             )
-        if not self.grad_clip_norm >= 0:
+        if not (isinstance(self.grad_clip_norm, Real) and self.grad_clip_norm >= 0):
             raise ConfigurationError(
                 f"grad_clip_norm must be 0 (no clipping) or a positive norm, got {self.grad_clip_norm}"
             )
-        if not self.bucket_size_in_mb > 0:
+        if not (isinstance(self.bucket_size_in_mb, Real) and self.bucket_size_in_mb > 0):
             raise ConfigurationError(f"bucket_size_in_mb must be positive, got {self.bucket_size_in_mb}")
         wire = self.wire_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize >= 2):

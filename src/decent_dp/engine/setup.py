@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -45,7 +46,12 @@ def set_up(
     def plan() -> tuple[Facts, tuple[Topology, list[list[str]]]]:
         """Everything that changes nothing."""
         settings.check()
-        check_module(model)
+        check_module(
+            model,
+            as_view=settings.param_as_bucket_view,
+            scaled=settings.active_scaler is not None,
+            wrapped_before=trained_before is not None,
+        )
         layout = Layout(communicator.num_workers, workers_per_node)
         topology = settings.build_topology(layout)
         names = _name_buckets(model, settings.bucket_bytes)
@@ -53,7 +59,8 @@ def set_up(
 
     topology, names = agree(communicator, plan)
     parameters = dict(model.named_parameters())
-    communicator.prepare(topology.cliques(), sorted({p.device for p in parameters.values()}, key=str))
+    devices = {tensor.device for tensor in [*parameters.values(), *model.buffers()]}
+    communicator.prepare(topology.cliques(), sorted(devices, key=str))
     buckets = tuple(
         Bucket(index, members, [parameters[name] for name in members], settings) for index, members in enumerate(names)
     )
@@ -65,7 +72,7 @@ def set_up(
         """The optimizers: the user's code may fail or differ on one worker only."""
         for bucket in buckets:
             bucket.attach(settings.optim_fn, settings.lr_scheduler_fn)
-            check_optimizer(bucket.optimizer, bucket.scheduler)
+            check_optimizer(bucket)
         facts = [(f"the optimizer of {b.description}", _describe(b.optimizer, b.scheduler)) for b in buckets]
         return facts, None
 
@@ -79,7 +86,8 @@ def _to_copy(model: nn.Module, buckets: tuple[Bucket, ...], trained_before: Coll
         return [p for p in trained if id(p) not in trained_before]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     frozen = [p for p in model.parameters() if id(p) not in bucketed]
-    return [*(bucket.storage.flat for bucket in buckets), *frozen, *model.buffers()]
+    buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
+    return [*(bucket.storage.flat for bucket in buckets), *frozen, *buffers]
 
 
 def _name_buckets(model: nn.Module, capacity_bytes: int) -> list[list[str]]:
@@ -108,6 +116,8 @@ def _facts(model: nn.Module, layout: Layout, topology: Topology, names: list[lis
 
 
 def _shape(tensor: Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return f"{list(tensor.shape)} {str(tensor.layout).removeprefix('torch.')}"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}, strides {list(dense_strides(tensor))}"
 
 

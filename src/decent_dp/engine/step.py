@@ -42,8 +42,7 @@ def step(bucket: Bucket, t: int, plan: Plan, communicator: Communicator, strengt
 
     # mix
     if arrived is not None:
-        announce(bucket, arrived, communicator.rank)
-        mix(bucket, arrived)
+        mix(bucket, announce(bucket, arrived, communicator.rank))
 
     # update
     bucket.update()

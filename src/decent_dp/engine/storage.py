@@ -52,7 +52,8 @@ class FlatStorage:
         """Make the parameters hold `flat`, and let autograd know that they changed."""
         if not self.as_view:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.parameters), self._views)
+                for parameter, view in zip(self.parameters, self._views, strict=True):
+                    parameter.copy_(view)
         else:
             torch.autograd.graph.increment_version(self.parameters)
 

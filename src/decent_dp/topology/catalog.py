@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decent_dp.errors import TopologyError
 from decent_dp.topology.alternating import alternating_exp_ring
 from decent_dp.topology.complete import complete
-from decent_dp.topology.layout import Layout
+from decent_dp.topology.layout import Layout, check_layout
 from decent_dp.topology.one_peer import exp, ring
 from decent_dp.topology.topology import Topology
 
@@ -37,6 +37,8 @@ def register(name: str, builder: Callable[[Layout], Topology], *, replace: bool 
     """
     if not isinstance(name, str) or not name or name != name.strip():
         raise TopologyError(f"topology name {name!r}: give a text without spaces around it")
+    if not callable(builder):
+        raise TopologyError(f"builder of topology {name!r} is {builder!r}; give a function from a Layout to a Topology")
     if name in _BUILDERS and not replace:
         raise TopologyError(
             f"topology name {name!r} is in use: choose another name, or pass replace=True to put the new "
@@ -65,7 +67,7 @@ def build(name: str, layout: Layout) -> Topology:
         near = difflib.get_close_matches(name.lower(), _BUILDERS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else "."
         raise TopologyError(f"unknown topology {name!r}{hint} Known are {_listed()}; register() adds your own")
-    topology = _BUILDERS[name](layout)
+    topology = _BUILDERS[name](check_layout(layout))
     if not isinstance(topology, Topology):
         raise TopologyError(
             f"the builder of topology {name!r} gave a {type(topology).__name__}; it must return a Topology"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from decent_dp.errors import TopologyError
-from decent_dp.topology.layout import Layout
+from decent_dp.topology.layout import Layout, check_layout
 from decent_dp.topology.rounds import Round, Row
 from decent_dp.topology.topology import Topology
 
@@ -47,6 +47,8 @@ def from_matrices(
         Xiao and Boyd, Fast linear iterations for distributed averaging, Systems & Control Letters 53 (2004),
         65-78.
     """
+    if not isinstance(matrices, Iterable):
+        raise TopologyError(f"topology {name!r}: matrices={matrices!r}; give a sequence of square matrices")
     rounds = []
     for t, W in enumerate(matrices):
         try:
@@ -57,7 +59,7 @@ def from_matrices(
             raise TopologyError(f"topology {name!r}, round {t}: {error}{way_out}") from None
     if layout is None:
         layout = Layout(rounds[0].num_workers if rounds else 1, 1)
-    return Topology(name, layout, tuple(rounds), doubly_stochastic)
+    return Topology(name, check_layout(layout), tuple(rounds), doubly_stochastic)
 
 
 def from_edges(
@@ -91,6 +93,7 @@ def from_edges(
         Xiao and Boyd, Fast linear iterations for distributed averaging, Systems & Control Letters 53 (2004),
         65-78.
     """
+    check_layout(layout)
     rounds = (_round_of(edges, layout, f"topology {name!r}, round {t}") for t, edges in enumerate(rounds_of_edges))
     return Topology(name, layout, tuple(rounds))
 

@@ -31,9 +31,9 @@ class Layout:
             object.__setattr__(self, name, _count(name, getattr(self, name)))
         if self.num_workers % self.workers_per_node:
             raise TopologyError(
-                f"{self.num_workers} workers with {self.workers_per_node} a node: workers_per_node must "
-                "divide num_workers, so that every node is equally full; give a divisor of "
-                f"{self.num_workers}, such as 1 if the nodes are unequal"
+                f"{self.num_workers} workers with {self.workers_per_node} a node: workers_per_node (from "
+                "LOCAL_WORLD_SIZE unless given) must divide num_workers, so that every node is equally full; give a "
+                f"divisor of {self.num_workers}, such as 1 if the nodes are unequal"
             )
 
     @property
@@ -64,3 +64,10 @@ def _count(name: str, value: object) -> int:
     if count < 1:
         raise TopologyError(f"{name}={count}: give at least 1")
     return count
+
+
+def check_layout(value: object) -> Layout:
+    """Return the value if it is a layout, else raise `TopologyError`."""
+    if not isinstance(value, Layout):
+        raise TopologyError(f"layout={value!r}: give a Layout, such as Layout(num_workers=8, workers_per_node=4)")
+    return value

@@ -78,6 +78,8 @@ class Round:
             TopologyError: ``W`` is not a square matrix of numbers.
         """
         try:
+            if np.iscomplexobj(W):
+                raise TypeError("weights are real, got complex ones")
             dense = np.asarray(W, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise TopologyError(f"a round needs a matrix of numbers: {error}") from None
