@@ -2,9 +2,9 @@
 
     python tests/soak.py --minutes 10
 
-Four gloo workers train random small models with random topologies, optimizers, buckets and wire paths; every worker takes
-a random number of micro-batches per step, or none, uses random branches, and every exchange is delayed by 0 to 50 ms. After
-each run the replicas are compared with a replay in plain torch. The seed is printed; `--seed` repeats a run.
+Four gloo workers train random small models with random topologies, optimizers and buckets; every worker takes a random
+number of micro-batches per step, or none, uses random branches, and every exchange is delayed by 0 to 50 ms. After each
+run the replicas are compared with a replay in plain torch. The seed is printed; `--seed` repeats a run.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ class Network(nn.Module):
 
     def __init__(self, widths: list[int], num_heads: int) -> None:
         super().__init__()
-        self.body = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.body = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.heads = nn.ModuleList(nn.Linear(widths[-1], 1) for _ in range(num_heads))
 
     def forward(self, x: Tensor, head: int) -> Tensor:
