@@ -177,7 +177,7 @@ def test_a_refused_backward_leaves_no_gradient_behind():
     model.revert_global_avg()
     stale = model(X).sum()
     model(X).sum().backward()
-    with pytest.raises(RuntimeError, match="computed before|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"computed before|modified by an inplace operation"):
         stale.backward()
     model(X).sum().backward()
     for _ in range(2):

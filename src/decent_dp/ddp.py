@@ -24,7 +24,7 @@ from decent_dp.engine.replica import Replica
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.setup import set_up
 from decent_dp.engine.training_state import capture, forget, restore
-from decent_dp.errors import ConfigurationError
+from decent_dp.errors import ConfigurationError, TrainingError
 from decent_dp.join import Joins
 from decent_dp.startup import default_workers_per_node
 from decent_dp.topology import Topology
@@ -121,7 +121,7 @@ class DecentralizedDataParallel(nn.Module):
             per_node = default_workers_per_node(self._communicator.num_workers)
         self._workers_per_node = per_node
         self._prefix = ""
-        weakref.finalize(self, self._communicator.close)
+        weakref.finalize(self, self._communicator.close).atexit = False  # a process that ends closes by itself
         self._attach(model)
         self._joins = Joins(self._communicator)
         self.module = model
@@ -218,6 +218,8 @@ class DecentralizedDataParallel(nn.Module):
         them: optimizer state, learning rate, what is in flight. The others start from those of rank 0.
         """
         self._averager.refuse_applied()
+        if self._replica.after_step is not None:
+            raise TrainingError(f"{self._replica.here}: refresh() inside of join(); call it between two joins")
         state = capture(self._replica)
         before = set(map(id, self._replica.parameters))
         old, take_down = self._replica, self._take_down

@@ -11,14 +11,39 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from decent_dp.comm.protocol import Communicator
+from decent_dp.comm.protocol import Board, Communicator
 from decent_dp.engine.replica import Replica
 from decent_dp.errors import ConfigurationError, ExchangeError
 
 _POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _Occasion:
+    """One join of one model that this worker is in."""
+
+    replica: Replica
+    board: Board
+    name: str
+
+    def note(self, t: int) -> None:
+        """Say that this worker has taken step t."""
+        self.board.write(f"{self.name}/step/{t}", 1)
+
+    def answer(self) -> bool:
+        """Take a step without a gradient if somebody has taken the one this replica is at."""
+        if self.board.read(f"{self.name}/step/{self.replica.t}") is None:
+            return False
+        self.replica.finish_window()
+        return True
+
+
+#: Those that this process is in; a worker that waits in one answers in all, or two models could wait for each other.
+_OCCASIONS: list[_Occasion] = []
 
 
 class Joins:
@@ -51,36 +76,38 @@ class Joins:
                 "without a batch instead of join()"
             )
         self._number += 1
-        name, first = f"join {self._number}", replica.t
-        replica.after_step = lambda t: self._board.write(f"{name}/step/{t}", 1)
+        first, occasion = replica.t, _Occasion(replica, self._board, f"join {self._number}")
+        replica.after_step = occasion.note
+        _OCCASIONS.append(occasion)
         try:
             yield
-            self._answer(replica, name, self._timeout.total_seconds())
+            self._answer_until_all_left(occasion, self._timeout.total_seconds())
         finally:
+            _OCCASIONS.remove(occasion)
             replica.after_step = None
         for key in self._used:
             self._board.delete(key)
         mine = range(first + (self._rank - first) % self._num_workers, replica.t, self._num_workers)
-        self._used = [f"{name}/left/{self._rank}", *(f"{name}/step/{t}" for t in mine)]
+        self._used = [f"{occasion.name}/left/{self._rank}", *(f"{occasion.name}/step/{t}" for t in mine)]
 
     @torch.no_grad()
-    def _answer(self, replica: Replica, name: str, timeout_s: float) -> None:
-        board = self._board
+    def _answer_until_all_left(self, occasion: _Occasion, timeout_s: float) -> None:
+        board, name = self._board, occasion.name
         board.write(f"{name}/left/{self._rank}", 1)
         board.add(f"{name}/left", 1)
         deadline = time.monotonic() + timeout_s
         while True:
-            everybody = board.add(f"{name}/left", 0) == self._num_workers  # read before the note of a step
-            if board.read(f"{name}/step/{replica.t}") is not None:
-                replica.finish_window()
+            all_left = board.add(f"{name}/left", 0) == self._num_workers  # read before the notes of steps
+            answered = [each.answer() for each in _OCCASIONS]
+            if any(answered):
                 deadline = time.monotonic() + timeout_s
-            elif everybody:
+            elif all_left:
                 return
             elif time.monotonic() > deadline:
-                inside = [r for r in range(self._num_workers) if board.read(f"{name}/left/{r}") is None]
+                inside = [rank for rank in range(self._num_workers) if board.read(f"{name}/left/{rank}") is None]
                 raise ExchangeError(
-                    f"{replica.here}: ranks {inside} neither took a step nor left join() within the timeout; look at "
-                    "the logs of these workers"
+                    f"{occasion.replica.here}: ranks {inside} neither took a step nor left join() within the timeout; "
+                    "look at the logs of these workers"
                 )
             else:
                 time.sleep(_POLL_S)

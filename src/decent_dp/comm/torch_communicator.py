@@ -5,8 +5,10 @@ each distinct clique this worker is in. They are made on the store of the user's
 else, so they cannot pair up with the user's collectives, and they end with the model.
 """
 
+import atexit
 import contextlib
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -24,6 +26,7 @@ from decent_dp.comm.protocol import Board, PeerFailure
 from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
+_LINGER_S = 5.0  # how long a process that ends waits for others to take its last exchange
 _NOTES_S = 3.0  # how long to wait for the notes of workers that fail at about the same time
 
 logger = logging.getLogger("decent_dp")
@@ -62,6 +65,7 @@ class TorchCommunicator:
         self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
         self._in_flight: weakref.WeakSet[_Works] = weakref.WeakSet()
+        _ALIVE.add(self)
         self._known: set[tuple[tuple[int, ...] | None, str]] = set()  # on all workers, whether this one is in it or not
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
@@ -155,8 +159,13 @@ class TorchCommunicator:
         return values
 
     def close(self) -> None:
-        """See `Communicator.close`: the groups end when nothing in flight refers to them."""
+        """See `Communicator.close`: the groups end when others have taken what is in flight, in the background."""
         self._groups.clear()
+        works = list(self._in_flight)
+        if works:
+            thread = threading.Thread(target=_linger, args=(works,), daemon=True)
+            _LINGERING.add(thread)
+            thread.start()
 
     def _connect(self, ranks: tuple[int, ...], kind: str, name: str) -> Any:
         """Make a group of some workers for one kind of device."""
@@ -194,7 +203,7 @@ class TorchCommunicator:
         notes: dict[int, tuple[int, ...]] = {}
         reader = threading.Thread(target=self._exchange_notes, args=(ranks, notes), daemon=True)
         reader.start()
-        self.close()
+        self._groups.clear()
         for works in list(self._in_flight):
             works.abandon()  # they hold on to the connections
         reader.join(_NOTES_S + 1)  # the store may have died with its host
@@ -269,6 +278,13 @@ class _Works:
         self._tensors = ()
         self._communicator._in_flight.discard(self)
 
+    def linger(self, seconds: float) -> None:
+        """Wait for a while, and drop everything."""
+        while self._works:
+            with contextlib.suppress(RuntimeError):
+                self._works.pop(0)[1].wait(timedelta(seconds=seconds))
+        self._tensors = ()
+
     def abandon(self) -> None:
         """Give up; whoever waits later is told so."""
         lost = RuntimeError("Connection closed after an earlier error")
@@ -281,8 +297,31 @@ class _Failed:
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         raise self._error
+
+
+_ALIVE: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+
+
+_LINGERING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _linger(all_works: list[_Works]) -> None:
+    """A slower worker may still want what this one sent last: let it, for a while."""
+    deadline = time.monotonic() + _LINGER_S
+    while all_works:
+        all_works.pop().linger(max(deadline - time.monotonic(), 0.01))
+
+
+@atexit.register
+def _linger_at_exit() -> None:
+    """At a normal end of the process; after an error others should learn of it."""
+    if not hasattr(sys, "last_type"):
+        for communicator in list(_ALIVE):
+            _linger(list(communicator._in_flight))
+        for thread in list(_LINGERING):
+            thread.join(_LINGER_S)
 
 
 def _key(ranks: Sequence[int] | None) -> tuple[int, ...] | None:

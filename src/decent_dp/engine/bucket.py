@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.engine.exchange import Arrived, Exchange
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
-from decent_dp.engine.storage import FlatStorage
+from decent_dp.engine.storage import FlatStorage, has_strides
 from decent_dp.errors import ConfigurationError, TrainingError
 
 
@@ -66,6 +66,11 @@ class Bucket:
         Raises:
             TrainingError: If the optimizer does not take a sparse gradient; names the parameter.
         """
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and grad.layout == torch.strided and not has_strides(grad, parameter.stride()):
+                # [Note: strides] fused kernels walk along memory and would pair the wrong elements
+                parameter.grad = torch.empty_like(parameter).copy_(grad)
         try:
             self.optimizer.step()
         except RuntimeError as error:

@@ -185,7 +185,7 @@ def mix(bucket: Bucket, arrived: Arrived) -> None:
             if s is not None:
                 x.add_(scratch.copy_(r).sub_(s), alpha=arrived.weight)
             else:
-                x.copy_(scratch.copy_(x).lerp_(r, arrived.weight))
+                x.copy_(scratch.copy_(x).lerp_(r.to(scratch.dtype), arrived.weight))
     bucket.storage.unpack()
 
 

@@ -75,11 +75,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, *, as_view: bool, scale
             f"parameter '{name}' is {what}, which cannot be averaged; freeze it, or make it dense and one of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _MIXABLE)}"
         )
-    if scaled and parameter.dtype == torch.float16:
+    if scaled and (parameter.dtype == torch.float16 or parameter.is_complex()):
         raise ConfigurationError(
-            f"parameter '{name}' is float16, whose gradients a GradScaler does not unscale; keep parameters in "
-            "float32 and "
-            "run the forward under torch.autocast"
+            f"parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}, whose gradients a GradScaler does "
+            "not unscale; keep parameters in float32 and run the forward under torch.autocast"
         )
     expanded = any(n > 1 and s == 0 for n, s in zip(parameter.shape, parameter.stride(), strict=True))
     if expanded and not as_view:
@@ -162,7 +161,7 @@ class ParameterWatch:
         names = {id(p): name for name, p in module.named_parameters()}
         self._ids = {id(p) for p in trained}
         in_order = [p for p in module.parameters() if id(p) in self._ids]
-        self._trained = [(names[id(p)], p, p.dtype, p.data_ptr() if as_view else None) for p in in_order]
+        self._trained = [(names[id(p)], p, p.dtype, p.stride(), p.data_ptr() if as_view else None) for p in in_order]
         self._remember()
 
     def _remember(self) -> None:
@@ -181,9 +180,11 @@ class ParameterWatch:
                 self._check_tree()
                 self._remember()
                 break
-        for name, parameter, dtype, data_ptr in self._trained:
+        for name, parameter, dtype, strides, data_ptr in self._trained:
             if parameter.dtype != dtype:
                 raise _changed(name, f"was {dtype} and is {parameter.dtype} now")
+            if parameter.stride() != strides:
+                raise _changed(name, "was converted to another memory format")
             if data_ptr is not None and parameter.data_ptr() != data_ptr:
                 raise _changed(name, "was moved to other memory, for example by .to() or by assigning to .data")
         for name, parameter in self._frozen:
@@ -192,7 +193,7 @@ class ParameterWatch:
 
     def _check_tree(self) -> None:
         present = {id(p) for p in self._module.parameters()}
-        for name, parameter, _, _ in self._trained:
+        for name, parameter, *_ in self._trained:
             if id(parameter) not in present:
                 raise _changed(name, "was replaced or removed")
         known = self._ids | {id(p) for _, p in self._frozen}

@@ -53,6 +53,10 @@ class BackwardListener(Protocol):
         """Gradient number ``index`` came from a nested backward whose outermost one is unknown."""
 
 
+class _Reference(weakref.ref["BackwardHooks"]):
+    """What the hooks on parameters hold on to."""
+
+
 class BackwardHooks:
     """Hooks on parameters; they keep neither the listener nor this object alive.
 
@@ -66,10 +70,12 @@ class BackwardHooks:
         self._task: int | None = None  # the outermost backward under way
         self._any_gradient = False  # whether it reached one of the parameters
         self._computed_at: int | None = None  # step of the oldest output it came through
-        me = weakref.ref(self)
+        # a compiler that follows a backward into the hooks would trace the library
+        self._call = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+        me = _Reference(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_call, me, BackwardHooks._fired, index)
+                partial(self._call, me, BackwardHooks._fired, index)
             )
             for index, parameter in enumerate(parameters)
         ]
@@ -84,7 +90,7 @@ class BackwardHooks:
         listener = self._listener()
         for tensor in _tensors(output):
             if listener is not None and tensor.grad_fn is not None:
-                passed = partial(_call, weakref.ref(self), BackwardHooks._passed_output, listener.t)
+                passed = partial(self._call, _Reference(self), BackwardHooks._passed_output, listener.t)
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
 
     def _passed_output(self, t: int) -> None:
@@ -100,7 +106,7 @@ class BackwardHooks:
             return False
         self._task, self._any_gradient, self._computed_at = task, False, None
         torch.autograd.Variable._execution_engine.queue_callback(
-            partial(_call, weakref.ref(self), BackwardHooks._finished, task)
+            partial(self._call, _Reference(self), BackwardHooks._finished, task)
         )
         return True
 
@@ -136,7 +142,7 @@ def in_backward() -> bool:
 def is_hooked(parameter: Tensor) -> bool:
     """Whether a living `BackwardHooks` listens to a parameter."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(h, partial) and h.func is _call and h.args[0]() is not None for h in hooks.values())
+    return any(isinstance(h, partial) and isinstance(h.args[0], _Reference) and h.args[0]() for h in hooks.values())
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

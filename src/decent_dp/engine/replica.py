@@ -63,6 +63,7 @@ class Replica:
         self._release = ReleaseOrder([[position[id(p)] for p in bucket.parameters] for bucket in buckets])
         self.whole_model = WholeModel([p for p in model.parameters() if id(p) in position])
         self._failure: str | None = None
+        self._in_backward = False
 
     @property
     def here(self) -> str:
@@ -96,7 +97,8 @@ class Replica:
 
     def forget_interrupted(self) -> None:
         """Outside of any backward: drop what one that raised before its first update has left."""
-        if self._release.num_released == 0 and self.num_accumulated == 0:
+        if self._in_backward and self._release.num_released == 0 and self.num_accumulated == 0:
+            self._in_backward = False
             self._release.reset()
             for parameter in self.parameters:
                 parameter.grad = None
@@ -117,6 +119,7 @@ class Replica:
                     parameter.grad = None
             raise
         self._release.reset()
+        self._in_backward = True
 
     def _may_update(self, computed_at: int) -> None:
         self.check_usable()
@@ -143,6 +146,7 @@ class Replica:
 
     def backward_finished(self) -> None:
         """Step the remaining buckets; the step ends here."""
+        self._in_backward = False
         if self.accumulating:
             self.num_accumulated += 1
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -19,7 +20,11 @@ OptimizerFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
-@dataclass(frozen=True, slots=True)
+#: Which wrapper's settings each scaler belongs to.
+_OWNERS: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Settings]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
 class Settings:
     """Arguments of `decent_dp.ddp.DecentralizedDataParallel`, which explains them."""
 
@@ -60,6 +65,14 @@ class Settings:
             raise ConfigurationError(
                 f"scaler is {type(self.scaler).__name__}; it must be a torch.amp.GradScaler or None"
             )
+        if self.scaler is not None:
+            owner = _OWNERS.get(self.scaler)
+            if owner is not None and owner() not in (None, self):
+                raise ConfigurationError(
+                    "scaler is used by another DecentralizedDataParallel, and each updates its scale once per step; "
+                    "give every wrapped model a GradScaler of its own"
+                )
+            _OWNERS[self.scaler] = weakref.ref(self)
         if not (isinstance(self.grad_clip_norm, Real) and self.grad_clip_norm >= 0):
             raise ConfigurationError(
                 f"grad_clip_norm must be 0 (no clipping) or a positive norm, got {self.grad_clip_norm}"

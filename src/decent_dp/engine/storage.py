@@ -28,7 +28,8 @@ class FlatStorage:
         storage = torch.zeros(total, dtype=first.dtype, device=first.device)
         self.parameters = tuple(parameters)
         self.as_view = as_view
-        self._offsets = offsets
+        self._is_complex = first.is_complex()
+        self._places = [(p.shape, dense_strides(p), offset) for p, offset in zip(parameters, offsets, strict=True)]
         self._views = self._cut(storage)
         #: Real-valued view of everything: complex numbers travel and mix as pairs of reals.
         self.flat = torch.view_as_real(storage).flatten() if storage.is_complex() else storage
@@ -39,7 +40,7 @@ class FlatStorage:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut a tensor laid out like `flat` (any dtype) into one view per parameter."""
-        if self.parameters[0].is_complex():
+        if self._is_complex:
             flat = torch.view_as_complex(flat.view(-1, 2))
         return self._cut(flat)
 
@@ -63,12 +64,16 @@ class FlatStorage:
                 view.copy_(parameter)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        return [
-            flat.as_strided(p.shape, dense_strides(p), flat.storage_offset() + offset)
-            for p, offset in zip(self.parameters, self._offsets, strict=True)
-        ]
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._places]
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a dense copy of a tensor: its own where they are dense, else contiguous ones."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether elements lie in memory as the strides say; those of dimensions of size 1 do not matter."""
+    own = tensor.stride()
+    return own == strides or all(n <= 1 or a == b for n, a, b in zip(tensor.shape, own, strides, strict=True))

@@ -113,6 +113,10 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
                 loaded["state"][index] = _copy(values)
             index += 1
     bucket.optimizer.load_state_dict(loaded)
+    for parameter, values in bucket.optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its layout
     if bucket.scheduler is not None and state["schedulers"]:
         first = next(iter(state["schedulers"]))
         parts = [state["schedulers"][name or first] for name in representatives]

@@ -1,0 +1,41 @@
+"""What physics allows: the bytes a host must send per step, over its bandwidth."""
+
+from __future__ import annotations
+
+from benchmarks.sides import DTYPES
+from decent_dp.topology import Average, Idle, Layout, Swap, catalog
+
+
+def host_bytes(side: str, num_parameter_bytes: int, num_hosts: int, workers_per_host: int) -> float | None:
+    """Payload bytes per step, mean over rounds, of the host that sends most; None where it is not known.
+
+    A sum over k workers is counted as a ring, 2 (k - 1) / k of the tensor from each member to the next, and an average
+    in a narrow dtype as a ring of all payloads, k - 1 of them.
+    """
+    kind, *rest = side.split(":")
+    layout = Layout(num_hosts * workers_per_host, workers_per_host)
+    n = layout.num_workers
+    if kind == "alone":
+        return 0.0
+    if kind in ("ddp", "ddp-fp16"):
+        scale = 0.5 if kind == "ddp-fp16" else 1.0
+        crossing = 1 if num_hosts > 1 else 0  # ranks go host by host, so one link of the ring leaves each host
+        return crossing * scale * 2 * (n - 1) / n * num_parameter_bytes
+    is_narrow = len(rest) > 1
+    payload = num_parameter_bytes * (DTYPES[rest[1]].itemsize / 4 if is_narrow else 1.0)
+    topology = catalog.build(rest[0], layout)
+    sent = [0.0] * num_hosts
+    for t in range(topology.num_rounds):
+        for rank in range(n):
+            plan, home = topology.plan_at(t, rank), layout.node_of(rank)
+            if isinstance(plan, Swap):
+                away = sum(layout.node_of(other) != home for other in plan.send_to)
+                sent[home] += away * payload
+            elif isinstance(plan, Average):
+                ranks = plan.ranks
+                k = len(ranks)
+                if layout.node_of(ranks[(ranks.index(rank) + 1) % k]) != home:
+                    sent[home] += payload * (k - 1 if is_narrow else 2 * (k - 1) / k)
+            elif not isinstance(plan, Idle):
+                return None
+    return max(sent) / topology.num_rounds
