@@ -30,7 +30,7 @@ def alone(rank, n):
         with pytest.raises(ExchangeError, match=r"rank 0: averaging over all workers failed.*Every worker must call"):
             model.consensus_distance()
         return time.monotonic() - begin
-    time.sleep(8)
+    time.sleep(5.5)
     return 0.0
 
 

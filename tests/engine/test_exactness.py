@@ -137,7 +137,7 @@ class Noise(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("topology", "stationary"), [("complete", 0.9375), ("exp", 1.6250), ("ring", 2.245)])
 def test_stationary_noise_of_sixteen_workers(topology, stationary):
-    n, coordinates, lr = 16, 20_000, 0.1
+    n, coordinates, lr = 16, 8_000, 0.1
     seeds = iter(range(1_000))
     models = wrap_virtual(
         n,

@@ -26,8 +26,12 @@ from decent_dp.comm.protocol import Board, PeerFailure
 from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
+# gloo sends a payload once the other side has said that it is ready to receive, and says so on the same connection that
+# its own payload travels on. With two connections between two workers (buckets take turns) the word for the next bucket
+# does not queue behind the payload of this one.
+_LANES = 2
 _LINGER_S = 5.0  # how long a process that ends waits for others to take its last exchange
-_NOTES_S = 3.0  # how long to wait for the notes of workers that fail at about the same time
+_NOTES_S = 2.0  # how long to wait for the notes of workers that fail at about the same time
 
 logger = logging.getLogger("decent_dp")
 
@@ -169,10 +173,9 @@ class TorchCommunicator:
 
     def _connect(self, ranks: tuple[int, ...], kind: str, name: str) -> Any:
         """Make a group of some workers for one kind of device."""
-        try:
+        users: Any = None
+        with contextlib.suppress(RuntimeError):
             users = self._group._get_backend(torch.device(kind))
-        except RuntimeError:
-            users = None
         backend = users.name() if users is not None else "no backend"
         if (kind, backend) not in (("cpu", "gloo"), ("cuda", "nccl")):
             raise ConfigurationError(
@@ -183,7 +186,10 @@ class TorchCommunicator:
         rank = ranks.index(self.rank)
         try:
             if kind == "cpu":
-                return dist.ProcessGroupGloo(store, rank, len(ranks), self.timeout)
+                gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo._timeout, gloo._threads = self.timeout, users.options._threads
+                gloo._devices = list(users.options._devices) * _LANES
+                return dist.ProcessGroupGloo(store, rank, len(ranks), gloo)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
             return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
