@@ -26,9 +26,9 @@ from decent_dp.comm.protocol import Board, PeerFailure
 from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
-# gloo sends a payload once the other side has said that it is ready to receive, and says so on the same connection that
-# its own payload travels on. With two connections between two workers (buckets take turns) the word for the next bucket
-# does not queue behind the payload of this one.
+# gloo sends a payload once the other side has said that it is ready to receive. Of the two connections between two
+# workers one carries the payloads of the lower rank and the other those of the higher, so that this word never queues
+# behind a payload that goes the same way.
 _LANES = 2
 _LINGER_S = 5.0  # how long a process that ends waits for others to take its last exchange
 _NOTES_S = 2.0  # how long to wait for the notes of workers that fail at about the same time
@@ -106,9 +106,9 @@ class TorchCommunicator:
         if kind == "cuda":  # one kernel for all, or the two sides' sends wait for each other
             group._start_coalescing(payload.device)
         for rank, buffer in zip(receive_from, buffers, strict=True):
-            works.add((rank,), partial(group.recv, [buffer], rank, tag))
+            works.add((rank,), partial(group.recv, [buffer], rank, _LANES * tag + (rank < self.rank)))
         for rank in send_to:
-            works.add((rank,), partial(group.send, [payload], rank, tag))
+            works.add((rank,), partial(group.send, [payload], rank, _LANES * tag + (self.rank < rank)))
         if kind == "cuda":
             works = _Works(self, (payload, *buffers))
             works.add(tuple({*receive_from, *send_to}), partial(group._end_coalescing, payload.device))
