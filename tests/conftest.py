@@ -7,12 +7,16 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Pool
 from processes import command_of, running_processes
 
 _GRACE_S = 1.0
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they end with this process
+
+
+torch.set_num_threads(1)  # small tensors; the other cores belong to the pool
 
 
 @pytest.fixture(scope="session")

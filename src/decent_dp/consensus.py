@@ -18,6 +18,9 @@ from decent_dp.comm.tensors import write
 from decent_dp.engine.replica import Replica
 from decent_dp.errors import ExchangeError, TrainingError
 
+#: Returns the buffers that a module has at the moment; it may replace them.
+Buffers = Callable[[], Sequence[Tensor]]
+
 _CALLS = {1: "consensus() or global_avg()", 2: "global_avg(will_revert=False)", 3: "consensus_distance()"}
 
 
@@ -30,13 +33,13 @@ class Average:
     Args:
         call: Key of the call, so that different calls do not meet.
         replica: The parameters, and their step.
-        buffers: Buffers of the module to average as well; empty when only parameters are.
+        buffers: Returns the buffers to average as well, those that the module has now.
         communicator: Of all workers.
     """
 
-    def __init__(self, call: int, replica: Replica, buffers: Sequence[Tensor], communicator: Communicator) -> None:
+    def __init__(self, call: int, replica: Replica, buffers: Buffers, communicator: Communicator) -> None:
         self._call, self._replica, self._communicator = call, replica, communicator
-        self._buckets, self._buffers = replica.buckets, tuple(buffers)
+        self._buckets, self._buffers = replica.buckets, buffers
         self._headers: list[Tensor] = []
         self._handle: Handle
         self._pending: list[tuple[Tensor, Callable[[], None]]] = []
@@ -107,7 +110,7 @@ class Average:
         self._saved = []
 
     def _tensors(self) -> list[Tensor]:
-        return [bucket.storage.flat for bucket in self._buckets] + list(self._buffers)
+        return [*(bucket.storage.flat for bucket in self._buckets), *self._buffers()]
 
     def _write(self, values: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._tensors(), values, strict=True):
@@ -136,7 +139,7 @@ class Averager:
                 "revert_global_avg() first"
             )
 
-    def replace(self, buffers: Sequence[Tensor], *, will_revert: bool, return_distance: bool) -> float | None:
+    def replace(self, buffers: Buffers, *, will_revert: bool, return_distance: bool) -> float | None:
         """Replace the replica (and buffers) by the average; see `DecentralizedDataParallel.global_avg`."""
         average = self._compute(1 if will_revert else 2, buffers)
         distance = average.distance_to_mean() if return_distance else None
@@ -163,16 +166,15 @@ class Averager:
 
     def distance(self) -> float:
         """Root mean square over workers of the L2 distance to their mean."""
-        average = self._compute(3, [])
+        average = self._compute(3, list)
         device = self._replica.buckets[0].storage.flat.device
         with self._replica.fails_on_error():
             return math.sqrt(mean_over_workers(average.distance_to_mean() ** 2, device, self._communicator)())
 
-    def _compute(self, call: int, buffers: Sequence[Tensor]) -> Average:
+    def _compute(self, call: int, buffers: Buffers) -> Average:
         self._replica.check_usable()
         self.refuse_applied()
-        strided = [buffer for buffer in buffers if buffer.layout == torch.strided]
-        average = Average(call, self._replica, strided, self._communicator)
+        average = Average(call, self._replica, buffers, self._communicator)
         with self._replica.fails_on_error():
             average.start()
             average.agree()

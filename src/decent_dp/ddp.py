@@ -23,8 +23,8 @@ from decent_dp.engine.hooks import BackwardHooks, in_backward
 from decent_dp.engine.replica import Replica
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.setup import set_up
-from decent_dp.engine.training_state import capture, forget, restore
-from decent_dp.errors import ConfigurationError, TrainingError
+from decent_dp.engine.training_state import capture, rename, restore
+from decent_dp.errors import ConfigurationError, ModelChangedError, TrainingError
 from decent_dp.join import Joins
 from decent_dp.startup import default_workers_per_node
 from decent_dp.topology import Topology
@@ -140,6 +140,7 @@ class DecentralizedDataParallel(nn.Module):
         self._hooks = BackwardHooks(trained, self._replica)
         names = dict(zip(map(id, trained), self._replica.names, strict=True))
         refusal = guards.refuse_foreign_optimizers(names, [*self.optimizers, self._replica.whole_model])
+        self._wrapped = (model,)  # in a tuple, so that it is not registered twice
         self._take_down = weakref.finalize(self, _take_down, self._hooks, refusal)
 
     # ---------------------------------------------------------------- training
@@ -147,13 +148,21 @@ class DecentralizedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; nothing is waited for and nothing changes."""
         if not torch.compiler.is_compiling():
-            if not in_backward():
+            if torch.is_grad_enabled() and not in_backward():
                 self._replica.forget_interrupted()
             self._replica.check_usable()
+            self._check_module()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._hooks.watch_output(output)
         return output
+
+    def _check_module(self) -> None:
+        if self.module is not self._wrapped[0] or len(self._modules) + len(self._parameters) > 1:
+            raise ModelChangedError(
+                f"{self._replica.here}: a module or parameter was assigned to the wrapper itself, where it is not "
+                "trained; change what is inside of model.module and call refresh()"
+            )
 
     # ---------------------------------------------------------------- accumulation and mixing
 
@@ -189,7 +198,8 @@ class DecentralizedDataParallel(nn.Module):
                 "call finish_window() first if they should count",
                 stacklevel=2,
             )
-            self._replica.num_accumulated = 0
+        self._replica.drop_gradients()
+        self._hooks.reset()
         super().zero_grad(set_to_none)
 
     @contextmanager
@@ -220,15 +230,16 @@ class DecentralizedDataParallel(nn.Module):
         self._averager.refuse_applied()
         if self._replica.after_step is not None:
             raise TrainingError(f"{self._replica.here}: refresh() inside of join(); call it between two joins")
-        state = capture(self._replica)
-        before = set(map(id, self._replica.parameters))
-        old, take_down = self._replica, self._take_down
+        state, old, take_down = capture(self._replica), self._replica, self._take_down
+        before = dict(zip(map(id, old.parameters), old.names, strict=True))
         with old.fails_on_error():
             self._attach(self.module, before)
         take_down()
-        new = [n for n, p in zip(self._replica.names, self._replica.parameters, strict=True) if id(p) not in before]
-        forget(state, new)
-        restore(self._replica, state)
+        new = zip(self._replica.names, self._replica.parameters, strict=True)
+        rename(state, {before[id(p)]: name for name, p in new if id(p) in before})
+        with self._replica.fails_on_error():
+            restore(self._replica, state)
+        self._replica.accumulating, self._replica.num_accumulated = old.accumulating, old.num_accumulated
 
     def set_adaptive_factor(self, factor: float) -> None:
         """Set the mixing strength gamma of the rounds started from now on: ``x <- (1 - gamma) x + gamma W x``.
@@ -242,9 +253,17 @@ class DecentralizedDataParallel(nn.Module):
             raise ConfigurationError(f"the mixing strength must lie between 0 and 1, got {factor}")
         self._replica.strength = float(factor)
 
-    def synchronize(self) -> None:
-        """Wait until nothing travels from the parameters, before they are written by hand; mixes nothing."""
-        self._replica.wait()
+    def synchronize(self, *, drop: bool = False) -> None:
+        """Wait until nothing travels from the parameters, before they are written by hand; mixes nothing.
+
+        Args:
+            drop: Whether to forget what has arrived. Without, the next update still mixes it into what was written,
+                which is right for clamping and wrong for a new start.
+        """
+        if drop:
+            self._replica.drop_exchanges()
+        else:
+            self._replica.wait()
 
     # ---------------------------------------------------------------- averages over all workers
 
@@ -275,8 +294,11 @@ class DecentralizedDataParallel(nn.Module):
         Returns:
             L2 distance of this worker's replica to the average if asked for.
         """
-        buffers = list(self.module.buffers()) if self._settings.sync_buffer_in_global_avg else []
-        return self._averager.replace(buffers, will_revert=will_revert, return_distance=return_d2c)
+        return self._averager.replace(self._averaged_buffers, will_revert=will_revert, return_distance=return_d2c)
+
+    def _averaged_buffers(self) -> list[Tensor]:
+        buffers = self.module.buffers() if self._settings.sync_buffer_in_global_avg else []
+        return [buffer for buffer in buffers if buffer.layout == torch.strided]
 
     def revert_global_avg(self) -> None:
         """Restore the replicas that `global_avg` replaced, bit for bit."""

@@ -17,7 +17,7 @@ import torch
 
 from decent_dp.comm.protocol import Board, Communicator
 from decent_dp.engine.replica import Replica
-from decent_dp.errors import ConfigurationError, ExchangeError
+from decent_dp.errors import ConfigurationError, ExchangeError, TrainingError
 
 _POLL_S = 0.005
 
@@ -75,6 +75,8 @@ class Joins:
                 "virtual workers take turns, so none can answer in the background; call finish_window() on those "
                 "without a batch instead of join()"
             )
+        if replica.after_step is not None:
+            raise TrainingError(f"{replica.here}: join() inside of another join() of the same model; one is enough")
         self._number += 1
         first, occasion = replica.t, _Occasion(replica, self._board, f"join {self._number}")
         replica.after_step = occasion.note
@@ -88,7 +90,8 @@ class Joins:
         for key in self._used:
             self._board.delete(key)
         mine = range(first + (self._rank - first) % self._num_workers, replica.t, self._num_workers)
-        self._used = [f"{occasion.name}/left/{self._rank}", *(f"{occasion.name}/step/{t}" for t in mine)]
+        self._used = [f"{occasion.name}/left"] if self._rank == 0 else []
+        self._used += [f"{occasion.name}/left/{self._rank}", *(f"{occasion.name}/step/{t}" for t in mine)]
 
     @torch.no_grad()
     def _answer_until_all_left(self, occasion: _Occasion, timeout_s: float) -> None:
@@ -106,8 +109,8 @@ class Joins:
             elif time.monotonic() > deadline:
                 inside = [rank for rank in range(self._num_workers) if board.read(f"{name}/left/{rank}") is None]
                 raise ExchangeError(
-                    f"{occasion.replica.here}: ranks {inside} neither took a step nor left join() within the timeout; "
-                    "look at the logs of these workers"
+                    f"{occasion.replica.here}: ranks {inside} neither took a step nor left join() within the timeout "
+                    "(consensus() must not be called inside of uneven work); look at the logs of these workers"
                 )
             else:
                 time.sleep(_POLL_S)

@@ -250,6 +250,7 @@ class _Numbers:
 
     def delete(self, key: str) -> None:
         self._store.delete_key(f"board/{key}")
+        self._store.delete_key(f"count/{key}")
 
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(f"count/{key}", amount))

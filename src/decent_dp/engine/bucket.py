@@ -48,6 +48,10 @@ class Bucket:
     def attach(self, optim_fn: OptimizerFactory, lr_scheduler_fn: SchedulerFactory | None) -> None:
         """Build the optimizer and the scheduler."""
         self.optimizer = optim_fn(list(zip(self.names, self.parameters, strict=True)))
+        for group in getattr(self.optimizer, "param_groups", []):
+            for key, value in group.items():
+                if isinstance(value, Tensor):  # such as a learning rate, which schedulers change in place
+                    group[key] = value.clone()
         if lr_scheduler_fn is not None:
             self.scheduler = lr_scheduler_fn(self.optimizer)
             if self.scheduler is None:

@@ -128,7 +128,7 @@ Started = tuple[Handle, Tensor | None, tuple[Tensor, ...]]
 def _start_swap(bucket: Bucket, step: int, plan: Swap, communicator: Communicator) -> Started:
     payload, sent = bucket.storage.flat, None
     if bucket.is_narrowed:
-        payload = sent = _cast(payload, bucket.state("sent", payload.numel(), bucket.wire_dtype))
+        payload = sent = cast(payload, bucket.state("sent", payload.numel(), bucket.wire_dtype))
     senders = tuple(plan.receive_from)
     buffers = tuple(bucket.state(f"received {k}", payload.numel(), payload.dtype) for k in range(len(senders)))
     tag = step % 2**14 << 16 | bucket.index % 2**16
@@ -138,7 +138,7 @@ def _start_swap(bucket: Bucket, step: int, plan: Swap, communicator: Communicato
 def _start_gather(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
     length = bucket.storage.flat.numel() + 1
     payload = bucket.state("sent", length, bucket.wire_dtype)
-    sent = _cast(bucket.storage.flat, payload[:-1])
+    sent = cast(bucket.storage.flat, payload[:-1])
     payload[-1] = step % _STEP_MODULUS
     buffers = tuple(bucket.state(f"received {k}", length, bucket.wire_dtype) for k in range(len(plan.ranks)))
     handle = communicator.start_gather(payload, buffers, plan.ranks)
@@ -206,7 +206,7 @@ def _mean(tensors: tuple[Tensor, ...], weights: tuple[float, ...], bucket: Bucke
     return mean
 
 
-def _cast(flat: Tensor, out: Tensor) -> Tensor:
+def cast(flat: Tensor, out: Tensor) -> Tensor:
     """Round to the wire dtype; what is out of its range is sent as its largest number."""
     largest = torch.finfo(out.dtype).max
     if torch.finfo(flat.dtype).max <= largest * 1.01:

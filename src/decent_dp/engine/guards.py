@@ -6,7 +6,6 @@ import inspect
 import operator
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from decent_dp.engine.bucket import Bucket
 from decent_dp.engine.hooks import is_hooked
-from decent_dp.engine.storage import dense_strides
 from decent_dp.errors import ConfigurationError, ModelChangedError
 
 _MIXABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -93,17 +91,26 @@ def _check_memory(module: nn.Module, *, as_view: bool) -> None:
     tensors: list[tuple[str, Tensor, bool]] = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
     tensors += [(name, b, False) for name, b in module.named_buffers() if b.layout == torch.strided]
     spans = sorted(
-        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name, trained)
+        (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), name, trained)
         for name, t, trained in tensors
-        if t.numel() and t.layout == torch.strided and t.stride() == dense_strides(t)
+        if t.numel() and t.layout == torch.strided
     )
-    for (_, end, first, first_trained), (begin, _, second, second_trained) in pairwise(spans):
-        both, either = first_trained and second_trained, first_trained or second_trained
-        if begin < end and (both or (either and as_view)):
-            raise ConfigurationError(
-                f"'{first}' and '{second}' share memory but are different tensors, so training would part them; tie "
-                "parameters by assigning the same Parameter (b.weight = a.weight), and clone() what should not follow"
-            )
+    reach: dict[bool, tuple[int, str]] = {True: (0, ""), False: (0, "")}  # furthest end so far, trained or not
+    for begin, end, name, trained in spans:
+        for other_trained, (other_end, other) in reach.items():
+            matters = (trained and other_trained) or (as_view and (trained or other_trained))
+            if begin < other_end and matters:
+                raise ConfigurationError(
+                    f"'{other}' and '{name}' share memory but are different tensors, so training would part them; tie "
+                    "parameters by assigning the same Parameter (b.weight = a.weight), and clone() what should not "
+                    "follow"
+                )
+        reach[trained] = max(reach[trained], (end, name))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Number of elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_optimizer(bucket: Bucket) -> None:

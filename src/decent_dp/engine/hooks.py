@@ -16,10 +16,9 @@ belong to the old parameters. The hook on the output remembers the step it was m
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -82,8 +81,8 @@ class BackwardHooks:
 
     def remove(self) -> None:
         """Remove every hook; calling it again does nothing."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     def watch_output(self, output: Any) -> None:
         """Notice backwards that start from a model's output. See [Note: nested backward] and [Note: stale graph]."""
@@ -93,7 +92,11 @@ class BackwardHooks:
                 passed = partial(self._call, _Reference(self), BackwardHooks._passed_output, listener.t)
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
 
-    def _passed_output(self, t: int) -> None:
+    def reset(self) -> None:
+        """Forget a backward that was interrupted."""
+        self._task = None
+
+    def _passed_output(self, t: int, _gradient: Tensor) -> None:
         if self._enter() and (self._computed_at is None or t < self._computed_at):
             self._computed_at = t
 
@@ -110,7 +113,7 @@ class BackwardHooks:
         )
         return True
 
-    def _fired(self, index: int) -> None:
+    def _fired(self, index: int, parameter: Tensor) -> None:
         listener = self._listener()
         if listener is None:
             return
@@ -120,7 +123,9 @@ class BackwardHooks:
         if not self._any_gradient:
             self._any_gradient = True
             listener.backward_started(listener.t if self._computed_at is None else self._computed_at)
-        if outermost:
+        # [Note: later hooks] a hook of the user that was registered after ours still wants to see the gradient
+        is_last = next(reversed(parameter._post_accumulate_grad_hooks)) == self._handles[index].id
+        if outermost and is_last:
             listener.gradient_ready(index)
         else:
             listener.gradient_growing(index)
@@ -145,27 +150,27 @@ def is_hooked(parameter: Tensor) -> bool:
     return any(isinstance(h, partial) and isinstance(h.args[0], _Reference) and h.args[0]() for h in hooks.values())
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Find the tensors in what a module returned."""
+def _tensors(output: Any, depth: int = 5) -> Iterator[Tensor]:
+    """Find the tensors in what a module returned: in containers, dataclasses and plain objects."""
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple, set)):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+    elif depth > 0 and not isinstance(output, (nn.Module, type, str, int, float, type(None))):
+        inside: Iterable[Any] = ()
+        if isinstance(output, Mapping):
+            inside = output.values()
+        elif isinstance(output, (list, tuple, set)):
+            inside = output
+        elif hasattr(output, "__dict__") or hasattr(output, "__slots__"):
+            names = [*getattr(output, "__dict__", ()), *getattr(output, "__slots__", ())]
+            inside = [getattr(output, name, None) for name in names]
+        for value in inside:
+            yield from _tensors(value, depth - 1)
 
 
-def _call(
-    hooks: weakref.ref[BackwardHooks], method: Callable[[BackwardHooks, int], None], argument: int, *_: Tensor
-) -> None:
+def _call(hooks: weakref.ref[BackwardHooks], method: Callable[..., None], argument: int, *rest: Tensor) -> None:
     alive = hooks()
     if alive is not None:
-        method(alive, argument)
+        method(alive, argument, *rest)
 
 
 def _is_nested() -> bool:

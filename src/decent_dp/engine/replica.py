@@ -114,7 +114,9 @@ class Replica:
         try:
             self._may_update(computed_at)
         except TrainingError:
-            if self.num_accumulated == 0:
+            if self.num_accumulated:
+                self._in_backward = True  # part of this backward is in the window now
+            else:
                 for parameter in self.parameters:  # of this backward, which goes no further
                     parameter.grad = None
             raise
@@ -130,6 +132,11 @@ class Replica:
                 f"{self.here}: this loss was computed before the update of step {computed_at}, so its gradients belong "
                 "to parameters that have changed; add the losses and call backward() once, or put all but the last "
                 "backward() under 'with model.no_sync():'"
+            )
+        if self._in_backward and not self._release.num_released:
+            raise TrainingError(
+                f"{self.here}: an earlier backward was interrupted and has left a part of its gradients; call "
+                "zero_grad() and repeat the accumulation window"
             )
         if self._release.num_released:
             self._fail(f"its backward was interrupted after {self._release.num_released} buckets were updated")
@@ -164,8 +171,15 @@ class Replica:
             if self.after_step is not None:
                 self.after_step(self.t - 1)
 
+    def drop_gradients(self) -> None:
+        """Forget the window, and what an interrupted backward has left."""
+        self.num_accumulated, self._in_backward = 0, False
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def finish_window(self) -> None:
         """Take a step with the gradients there are, outside of backward."""
+        self.forget_interrupted()
         accumulating, self.accumulating = self.accumulating, False
         try:
             self.backward_started(self.t)

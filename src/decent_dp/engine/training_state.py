@@ -11,15 +11,16 @@ The keys of the state:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_dp.engine.bucket import Bucket
-from decent_dp.engine.exchange import Arrived, finish
+from decent_dp.engine.exchange import Arrived, cast, finish
 from decent_dp.engine.replica import Replica
+from decent_dp.errors import TrainingError
 from decent_dp.topology import Idle
 
 State = dict[str, Any]
@@ -69,14 +70,25 @@ def restore(replica: Replica, state: State) -> None:
             bucket.exchange = _restore_exchange(replica, bucket, state["exchange"])
 
 
-def forget(state: State, names: Collection[str]) -> None:
-    """Drop what belongs to some parameters, except for their options such as learning rates."""
-    for name in names:
-        if name in state["optimizer"]:
-            state["optimizer"][name]["state"] = {}
-        if state["exchange"] is not None:
-            state["exchange"]["received"].pop(name, None)
-            state["exchange"]["sent"].pop(name, None)
+def rename(state: State, names: Mapping[str, str]) -> None:
+    """Move what belongs to parameters to their new names, and drop what belongs to others.
+
+    Args:
+        state: From `capture`; changed.
+        names: New name of every parameter that is still there, by its old one.
+    """
+
+    def moved(values: dict[str, Any]) -> dict[str, Any]:
+        return {names[name]: value for name, value in values.items() if name in names}
+
+    for key in ("optimizer", "schedulers"):
+        state[key] = moved(state[key]) or {name: _fresh(value) for name, value in state[key].items()}
+    if state["exchange"] is not None:
+        state["exchange"] |= {key: moved(state["exchange"][key]) for key in ("received", "sent")}
+
+
+def _fresh(value: Any) -> Any:
+    return {**value, "state": {}} if isinstance(value, dict) and "options" in value else value
 
 
 def _capture_optimizer(bucket: Bucket, state: State) -> None:
@@ -103,6 +115,7 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
         known = [names[id(p)] for p in group["params"] if names[id(p)] in state["optimizer"]]
         representatives.append(known[0] if known else None)
         if known:
+            _refuse_different(known, state)
             entry.update(_copy(state["optimizer"][known[0]]["options"]))
         elif state["optimizer"]:  # new parameters only: at least the rates of the schedule so far
             other = next(iter(state["optimizer"].values()))["options"]
@@ -138,8 +151,20 @@ def _group_entry(key: str, value: Any, position: int, num_groups: int) -> Any:
     return _of_group(value, position, num_groups)
 
 
+def _refuse_different(names: list[str], state: State) -> None:
+    """Parameters that come to share a group must have had the same options."""
+    first = state["optimizer"][names[0]]["options"]
+    for name in names[1:]:
+        for key, value in state["optimizer"][name]["options"].items():
+            if str(value) != str(first.get(key)):
+                raise TrainingError(
+                    f"parameters '{names[0]}' and '{name}' come to share a parameter group and their {key} differs "
+                    f"({first.get(key)} and {value}); set it equal in model.optimizers first"
+                )
+
+
 #: Attributes of torch's schedulers with one element for each parameter group.
-_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "base_momentums", "max_lrs", "min_lrs")
+_GROUP_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums")
 
 
 def _to_groups(parts: list[Any]) -> Any:
@@ -158,18 +183,21 @@ def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arri
     """Lay out what had arrived as the bucket is now; for parameters without, it is as if nothing had moved."""
     if not any(name in exchange["received"] for name in bucket.names):
         return None
+    bucket.storage.pack()
     own = bucket.storage.flat
+    sent = exchange["sent"]
+    if sent:  # the same value on both sides, so that their difference is nothing
+        own = cast(own, torch.empty_like(own, dtype=_real(next(iter(sent.values())).dtype)))
 
     def lay_out(pieces: dict[str, Tensor]) -> Tensor:
         dtype = next(piece.dtype for name, piece in pieces.items() if name in bucket.names)
-        real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-        flat = own.to(real, copy=True)
+        flat = own.to(_real(dtype), copy=True)
         for name, view in zip(bucket.names, bucket.storage.views(flat), strict=True):
             if name in pieces:
+                assert view.shape == pieces[name].shape, name
                 view.copy_(pieces[name])
         return flat
 
-    bucket.storage.pack()
     plan = replica.plan_at(exchange["step"])
     assert not isinstance(plan, Idle), "something arrived in a round in which this worker idles"
     return Arrived(
@@ -179,6 +207,10 @@ def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arri
         weight=exchange["weight"],
         sent=lay_out(exchange["sent"]) if exchange["sent"] else None,
     )
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _copy(value: Any) -> Any:
