@@ -27,8 +27,9 @@ lint: $(DEV)  ## ruff: rules and format
 types: $(DEV)  ## mypy
 	$(BIN)/mypy
 
+# Many tests wait for timeouts and for other processes, so two files run at a time.
 pytest: $(DEV) $(DEMO)  ## the tests; choose some: make pytest ARGS="-k topology"
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 format: $(DEV)  ## rewrite the files as ruff formats them
 	$(BIN)/ruff check --fix

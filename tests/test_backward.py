@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from broken import Fragile
 from decent_dp import TrainingError, UnusableError
 from virtual import stack, wrap_virtual
 
@@ -274,31 +275,8 @@ def test_parameters_used_only_in_early_micro_batches_are_updated():
     assert all(p.grad is None for p in model.parameters())
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("boom")
-
-
-class Interrupted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.position = None
-
-    def forward(self, x):
-        x = self.first(x)
-        x = Boom.apply(x) if self.position == "middle" else x
-        x = self.second(x)
-        return Boom.apply(x) if self.position == "start" else x
-
-
 def test_a_backward_that_failed_before_any_update_can_be_repeated():
-    model = wrap_one(Interrupted, SGD)
+    model = wrap_one(Fragile, SGD)
     model.module.position = "start"
     with pytest.raises(ValueError, match="boom"):
         model(torch.ones(1, 3)).sum().backward()
@@ -308,7 +286,7 @@ def test_a_backward_that_failed_before_any_update_can_be_repeated():
 
 
 def test_a_backward_that_failed_after_an_update_leaves_the_model_unusable():
-    model = wrap_one(Interrupted, SGD)
+    model = wrap_one(Fragile, SGD)
     model.module.position = "middle"
     with pytest.raises(ValueError, match="boom"):
         model(torch.ones(1, 3)).sum().backward()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from broken import Fragile
 from decent_dp import (
     ConfigurationError,
     DecentralizedDataParallel,
@@ -185,32 +186,12 @@ def test_a_refused_backward_leaves_no_gradient_behind():
     assert torch.equal(stack([model]), stack([clean]))
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("boom")
-
-
 def test_a_backward_that_raised_before_its_first_update_leaves_no_gradient_behind():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b, self.fail = nn.Linear(3, 3), nn.Linear(3, 3), False
-
-        def forward(self, x):
-            y = self.a(x)
-            return self.b(Boom.apply(y) if self.fail else y)
-
-    model, clean = one(Net()), one(Net())
-    model.module.fail = True
+    model, clean = one(Fragile()), one(Fragile())
+    model.module.position = "middle"
     with pytest.raises(ValueError, match="boom"):
         model(X).sum().backward()
-    model.module.fail = False
+    model.module.position = None
     for each in (model, clean):
         each(X).sum().backward()
     assert torch.equal(stack([model]), stack([clean]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from broken import Fragile
 from decent_dp import ConfigurationError, DecentralizedDataParallel, ModelChangedError, TrainingError
 from virtual import stack, wrap_virtual
 
@@ -131,35 +132,14 @@ def test_hooks_of_the_user_see_every_gradient(size):
     assert not torch.equal(before, stack([model]))
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("boom")
-
-
-class Fragile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.fail = nn.Linear(3, 3), nn.Linear(3, 3), False
-
-    def forward(self, x):
-        y = self.a(x)
-        return self.b(Boom.apply(y) if self.fail else y)
-
-
 def test_a_window_with_a_broken_backward_must_be_repeated():
     model, clean = one(Fragile), one(Fragile)
     with model.no_sync():
         model(X).sum().backward()
-        model.module.fail = True
+        model.module.position = "middle"
         with pytest.raises(ValueError, match="boom"):
             model(X).sum().backward()
-        model.module.fail = False
+        model.module.position = None
     with pytest.raises(TrainingError, match=r"left a part of its gradients.*zero_grad\(\)"):
         model(X).sum().backward()
     with pytest.warns(UserWarning, match="discards"):
@@ -172,7 +152,7 @@ def test_a_window_with_a_broken_backward_must_be_repeated():
 def test_finishing_a_window_after_a_broken_backward_only_mixes():
     model = one(Fragile)
     before = stack([model])
-    model.module.fail = True
+    model.module.position = "middle"
     with pytest.raises(ValueError, match="boom"):
         model(X).sum().backward()
     model.finish_window()
