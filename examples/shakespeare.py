@@ -1,8 +1,9 @@
-"""Train a small character-level GPT on several workers that average parameters with a few others each step.
+"""Train a small character-level GPT on several workers that average parameters.
 
-    python examples/shakespeare.py --workers 4                                   starts torchrun itself
-    torchrun --standalone --nproc-per-node 4 examples/shakespeare.py             the same, started by hand
-    python examples/shakespeare.py                                               one worker
+    python examples/shakespeare.py --workers 4        starts torchrun itself
+    torchrun --standalone --nproc-per-node 4 examples/shakespeare.py
+                                                      the same, by hand
+    python examples/shakespeare.py                    one worker
 
 Every worker keeps a full replica and draws its own batches. There is no all-reduce of gradients and, with
 ``DecentralizedDataParallel``, no ``optimizer.step()``: ``loss.backward()`` mixes the parameters with what arrived
@@ -328,6 +329,8 @@ def check(args: argparse.Namespace, num_workers: int) -> None:
         raise InputError(f"{' and '.join(missing)} not installed: run `pip install {' '.join(missing)}`")
     if not 0 < args.lr < 1:
         raise InputError(f"--lr {args.lr} is not between 0 and 1: give a learning rate such as 4e-3")
+    if args.context > 4096 or args.width > 8192:
+        raise InputError(f"--context {args.context} --width {args.width}: at most 4096 and 8192 fit this example")
     if args.width % args.heads:
         raise InputError(f"--width {args.width} is not a multiple of --heads {args.heads}: change one of them")
     try:
