@@ -220,13 +220,14 @@ def test_a_failed_refresh_leaves_the_model_unusable():
         model(X)
 
 
-def test_loading_that_fails_keeps_what_is_in_flight():
+@pytest.mark.parametrize("nested", [False, True])
+def test_loading_that_fails_keeps_what_is_in_flight(nested):
     runs = [wrap_virtual(3, lambda rank: net(), SGD, topology="complete") for _ in range(2)]
     for models in runs:
         for rank, model in enumerate(models):
             model(X * (1 + rank)).sum().backward()
     with pytest.raises(RuntimeError, match="Missing key"):
-        runs[0][1].load_state_dict({})
+        (nn.ModuleDict({"g": runs[0][1]}) if nested else runs[0][1]).load_state_dict({})
     for models in runs:
         for rank, model in enumerate(models):
             model(X * (1 + rank)).sum().backward()

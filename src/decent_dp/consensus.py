@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decent_dp.comm.protocol import Communicator, Handle, PeerFailure
+from decent_dp.comm.protocol import Communicator, Handle, WorkerLost
 from decent_dp.comm.tensors import write
 from decent_dp.engine.replica import Replica
 from decent_dp.errors import ExchangeError, TrainingError
@@ -212,7 +212,7 @@ def _start_mean(tensor: Tensor, communicator: Communicator) -> tuple[Tensor, Cal
 def _wait(handle: Handle, rank: int) -> None:
     try:
         handle.wait()
-    except PeerFailure as failure:
+    except WorkerLost as failure:
         raise ExchangeError(
             f"rank {rank}: averaging over all workers failed, waiting for {list(failure.ranks)}: "
             f"{failure.reason}. Every worker must call consensus(), global_avg() or consensus_distance() at the "

@@ -54,7 +54,8 @@ class DecentralizedDataParallel(nn.Module):
         grad_clip_norm: Largest global 2-norm of the gradient, as `torch.nn.utils.clip_grad_norm_`; 0 does not clip.
         param_as_bucket_view: Whether parameters become views of their bucket, which saves a copy per step.
         sync_buffer_in_global_avg: Whether `consensus` and `global_avg` average buffers too.
-        bucket_size_in_mb: Largest size of a bucket of several parameters, in MiB. Results do not depend on it.
+        bucket_size_in_mb: Largest size of a bucket of several parameters, in MiB. Results do not depend on it, but for the
+            last bit where a backend's sum over three or more workers orders its terms by position.
         _local_world_size: `workers_per_node` under its name in the original package.
         wire_dtype: Floating dtype that parameters wider than it travel in; their own when None. The mean over workers
             is kept either way.
@@ -193,9 +194,8 @@ class DecentralizedDataParallel(nn.Module):
         """Drop gradients; outside of an accumulation window there are none."""
         if self._replica.num_accumulated:
             warnings.warn(
-                f"{self._replica.here}: zero_grad() discards {self._replica.num_accumulated} accumulated "
-                "backward passes; "
-                "call finish_window() first if they should count",
+                f"{self._replica.here}: zero_grad() discards {self._replica.num_accumulated} accumulated backward "
+                "passes; call finish_window() first if they should count",
                 stacklevel=2,
             )
         self._replica.drop_gradients()
@@ -325,11 +325,13 @@ class DecentralizedDataParallel(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that buckets and optimizers hold; load with "
                 "assign=False, or load into the module before wrapping it"
             )
+        self._about_to_load(state_dict)
+        return self.module.load_state_dict(state_dict, strict)
+
+    def _about_to_load(self, names: Collection[str]) -> None:
+        """Let nothing travel, and drop what was in flight if anything is going to be overwritten."""
         self._averager.refuse_applied()
-        self.synchronize()
-        result = self.module.load_state_dict(state_dict, strict)
-        self._replica.drop_exchanges()
-        return result
+        self.synchronize(drop=not set(names).isdisjoint(self.module.state_dict()))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the wrapped module, under its own names."""
@@ -370,11 +372,11 @@ class DecentralizedDataParallel(nn.Module):
 def _load_nested(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """When a module that contains the wrapper is loaded: give the names back their place."""
     assert isinstance(module, DecentralizedDataParallel)
-    module._averager.refuse_applied()
-    module._replica.drop_exchanges()
     module._prefix = prefix
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+    names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    module._about_to_load(names)
+    for name in names:
+        state_dict[f"{prefix}module.{name}"] = state_dict.pop(f"{prefix}{name}")
 
 
 def _name_nested(module: nn.Module, keys: Any) -> None:

@@ -180,3 +180,36 @@ def test_refresh_after_replacing_and_converting():
     model(torch.ones(1, 3)).sum().backward()
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert {p.dtype for p in model.parameters()} == {torch.float32, torch.float64}
+
+
+class TwoDtypes(nn.Module):
+    """One bucket travels narrowed, the other as it is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Linear(3, 3), nn.Linear(3, 2, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)).bfloat16()).float().square().sum()
+
+
+def test_buckets_that_travel_narrowed_and_as_they_are_go_on_together():
+    runs = [
+        wrap_virtual(2, lambda rank: TwoDtypes(), OPTIMIZERS["sgd"], wire_dtype=torch.bfloat16, topology="ring")
+        for _ in range(2)
+    ]
+    first, second = runs
+    for models in runs:
+        for t in range(3):
+            for rank, model in enumerate(models):
+                model(torch.full((1, 3), 0.3 * (t + rank))).backward()
+        if models is first:
+            for model in models:
+                restore(model._replica, capture(model._replica))
+            for rank, model in enumerate(models):
+                model(torch.ones(1, 3) * rank).backward()
+    for rank, model in enumerate(second):
+        model(torch.ones(1, 3) * rank).backward()
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

@@ -1,7 +1,7 @@
 """How bytes move: the protocol, virtual workers, and torch.distributed."""
 
 from decent_dp.comm.in_process import InProcessCommunicator, InProcessWorld
-from decent_dp.comm.protocol import Communicator, Handle, PeerFailure
+from decent_dp.comm.protocol import Communicator, Handle, WorkerLost
 from decent_dp.comm.torch_communicator import TorchCommunicator
 
 __all__ = [
@@ -9,6 +9,6 @@ __all__ = [
     "Handle",
     "InProcessCommunicator",
     "InProcessWorld",
-    "PeerFailure",
     "TorchCommunicator",
+    "WorkerLost",
 ]

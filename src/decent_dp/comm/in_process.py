@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from decent_dp.comm.protocol import Board, PeerFailure
+from decent_dp.comm.protocol import Board, WorkerLost
 from decent_dp.comm.tensors import write
 from decent_dp.errors import ConfigurationError
 
@@ -155,7 +155,7 @@ def _leave(world: InProcessWorld, key: tuple[Any, ...], num_members: int) -> Non
 def _check_all_came(meeting: _Meeting, members: tuple[int, ...]) -> None:
     absent = [rank for rank in members if rank not in meeting.brought]
     if absent:
-        raise PeerFailure(absent, "they have not started the same call: virtual workers take turns, one step each")
+        raise WorkerLost(absent, "they have not started the same call: virtual workers take turns, one step each")
 
 
 class _Receive:
@@ -176,7 +176,7 @@ class _Receive:
         keys = [(self._tag, sender, self._rank) for sender in self._senders]
         absent = [key[1] for key in keys if key not in self._world._parcels]
         if absent:
-            raise PeerFailure(absent, "they have not sent: virtual workers take turns, one step each")
+            raise WorkerLost(absent, "they have not sent: virtual workers take turns, one step each")
         for key, buffer in zip(keys, self._buffers, strict=True):
             buffer.copy_(self._world._parcels.pop(key))
         self._done = True

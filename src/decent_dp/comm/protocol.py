@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class PeerFailure(Exception):  # noqa: N818 - a report of the communicator, turned into an ExchangeError with step and bucket
+class WorkerLost(Exception):  # noqa: N818 - a report of the communicator, turned into an ExchangeError with step and bucket
     """Other workers did not answer.
 
     Args:
@@ -28,6 +28,11 @@ class PeerFailure(Exception):  # noqa: N818 - a report of the communicator, turn
         self.causes = self.ranks if causes is None else tuple(causes)
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """How messages call one worker, or several of which one is meant."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
+
+
 class Handle(Protocol):
     """Something in flight."""
 
@@ -37,7 +42,7 @@ class Handle(Protocol):
         On an accelerator the wait is on the current stream, not on the host.
 
         Raises:
-            PeerFailure: If a worker died, hung, or is not at the same step.
+            WorkerLost: If a worker died, hung, or is not at the same step.
         """
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.comm.protocol import Board, PeerFailure
+from decent_dp.comm.protocol import Board, WorkerLost, name_ranks
 from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
@@ -140,10 +140,10 @@ class TorchCommunicator:
             works.add(self._others(None), partial(group.broadcast, [data], options))
         try:
             works.wait()
-        except PeerFailure as failure:
+        except WorkerLost as failure:
             raise ExchangeError(
-                f"rank {self.rank}: lost {_name(failure.ranks)} while parameters were copied from rank 0: "
-                f"{failure.reason}; look at the log of {_name(failure.ranks)}"
+                f"rank {self.rank}: lost {name_ranks(failure.ranks)} while parameters were copied from rank 0: "
+                f"{failure.reason}; look at the log of {name_ranks(failure.ranks)}"
             ) from failure
         if self.rank:
             for tensor, data in sent:
@@ -199,7 +199,7 @@ class TorchCommunicator:
                 "look at the log of the worker that ended first"
             ) from error
 
-    def explain(self, ranks: tuple[int, ...], error: RuntimeError) -> PeerFailure:
+    def explain(self, ranks: tuple[int, ...], error: RuntimeError) -> WorkerLost:
         """Turn a backend's error into the workers that are lost and what happened to them.
 
         A worker that fails leaves a note in the store of whom it lost, and closes its connections, so that those who
@@ -216,10 +216,10 @@ class TorchCommunicator:
         silent = tuple(rank for rank in ranks if rank not in notes)
         reason = _reason(error)
         if silent:
-            return PeerFailure(silent, reason)
+            return WorkerLost(silent, reason)
         causes = sorted({lost for rank in ranks for lost in notes[rank]} - set(ranks) - {self.rank})
-        lost = "".join(f"; rank {rank} itself had lost {_name(notes[rank])}" for rank in ranks)
-        return PeerFailure(ranks, reason + lost, tuple(causes) or ranks)
+        lost = "".join(f"; rank {rank} itself had lost {name_ranks(notes[rank])}" for rank in ranks)
+        return WorkerLost(ranks, reason + lost, tuple(causes) or ranks)
 
     def _exchange_notes(self, ranks: tuple[int, ...], notes: dict[int, tuple[int, ...]]) -> None:
         """Leave a note of whom this worker lost, and collect those of the workers it waited for."""
@@ -344,16 +344,12 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
-
-
 def _reason(error: RuntimeError) -> str:
     text = str(error)
-    if "Connection closed" in text or "Connection reset" in text or "Broken pipe" in text or "onnect" in text:
-        return "the connection closed: its process, or its model, has ended"
     if "imed out" in text or "imeout" in text:
         return "no answer within the timeout"
+    if "Connection closed" in text or "Connection reset" in text or "Broken pipe" in text:
+        return "the connection closed: its process, or its model, has ended"
     return _first_line(error)
 
 

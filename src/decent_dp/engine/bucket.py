@@ -73,7 +73,7 @@ class Bucket:
         for parameter in self.parameters:
             grad = parameter.grad
             if grad is not None and grad.layout == torch.strided and not has_strides(grad, parameter.stride()):
-                # [Note: strides] fused kernels walk along memory and would pair the wrong elements
+                # fused kernels walk along memory and would pair the wrong elements
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
         try:
             self.optimizer.step()
@@ -81,9 +81,8 @@ class Bucket:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise TrainingError(
-                        f"parameter '{name}' has a sparse gradient, which {type(self.optimizer).__name__} does "
-                        "not take; "
-                        "use sparse=False in its module, or an optimizer that takes sparse gradients, such as "
+                        f"parameter '{name}' has a sparse gradient, which {type(self.optimizer).__name__} does not "
+                        "take; use sparse=False in its module, or an optimizer that takes sparse gradients, such as "
                         "torch.optim.SGD without momentum or torch.optim.SparseAdam"
                     ) from error
             raise
@@ -95,9 +94,8 @@ class Bucket:
         if self._check_finite and not self.storage.flat.isfinite().all():
             names = [n for n, p in zip(self.names, self.parameters, strict=True) if not p.isfinite().all()]
             raise TrainingError(
-                f"{here}: parameter '{names[0]}' is not finite after the update, and mixing would spread it to "
-                "other workers; "
-                "look at this worker's loss and learning rate, and restart from a checkpoint"
+                f"{here}: parameter '{names[0]}' is not finite after the update, and mixing would spread it to other "
+                "workers; look at this worker's loss and learning rate, and restart from a checkpoint"
             )
 
     @property

@@ -4,8 +4,8 @@ What travels is the bucket's flat tensor, or a narrower copy of it. Three ways t
 
 - a `Swap` sends the parameters themselves, point to point;
 - an `Average` sums a scaled copy over the clique, in place;
-- an `Average` in a 16-bit or narrower wire dtype gathers the members' copies and averages them locally in at least
-  float32, since a narrow sum overflows and forgets small differences.
+- an `Average` in 16 bits, or in a wire dtype narrower than the parameters, gathers the members' copies and averages
+  them locally in at least float32, since a narrow sum overflows and forgets small differences.
 
 With a narrower wire dtype the *difference of what both sides sent* is mixed: what one worker gains the others lose,
 to the last bit of the wider dtype, and replicas that agree stay where they are.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from decent_dp.comm.protocol import Communicator, Handle, PeerFailure
+from decent_dp.comm.protocol import Communicator, Handle, WorkerLost, name_ranks
 from decent_dp.errors import ExchangeError
 from decent_dp.topology import Average, Plan, Swap
 
@@ -62,19 +62,16 @@ class Exchange:
         """Return when nothing travels any more; mixes nothing."""
         try:
             self.handle.wait()
-        except PeerFailure as failure:
+        except WorkerLost as failure:
             raise self.error(failure) from failure
 
-    def error(self, failure: PeerFailure) -> ExchangeError:
+    def error(self, failure: WorkerLost) -> ExchangeError:
         """Say which worker did not do its part of this exchange."""
         return _error(self.rank, self.step, self.where, failure)
 
 
-def _error(rank: int, step: int, where: str, failure: PeerFailure) -> ExchangeError:
-    def name(ranks: tuple[int, ...]) -> str:
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {list(ranks)}"
-
-    who, cause, reason = name(failure.ranks), name(failure.causes), failure.reason
+def _error(rank: int, step: int, where: str, failure: WorkerLost) -> ExchangeError:
+    who, cause, reason = name_ranks(failure.ranks), name_ranks(failure.causes), failure.reason
     return ExchangeError(
         f"rank {rank}, step {step}: the exchange of {where} with {who} failed: {reason}. All workers must run the same "
         f"updates; look at the log of {cause}. This model cannot go on; restart from a checkpoint"
@@ -117,7 +114,7 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
             weight = plan.weight
             start_average = _start_gather if bucket.is_narrowed or bucket.wire_dtype.itemsize <= 2 else _start_sum
             handle, sent, buffers = start_average(bucket, step, plan, communicator)
-    except PeerFailure as failure:
+    except WorkerLost as failure:
         raise _error(communicator.rank, step, bucket.description, failure) from failure
     return Exchange(step, plan, strength * weight, handle, sent, buffers, communicator.rank, bucket.description)
 
@@ -243,4 +240,4 @@ def _check_step(exchange: Exchange) -> None:
     else:
         late = others if abs(exchange.buffers[0][-1].item() - expected) * len(ranks) > 0.5 else ()
     if late:
-        raise exchange.error(PeerFailure(late, "it is at another step"))
+        raise exchange.error(WorkerLost(late, "it is at another step"))

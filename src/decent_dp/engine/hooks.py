@@ -43,7 +43,7 @@ class BackwardListener(Protocol):
         """Gradient number ``index`` is complete."""
 
     def gradient_growing(self, index: int) -> None:
-        """Gradient number ``index`` came from a nested backward and may grow until the outermost ends."""
+        """Gradient number ``index`` may change until the outermost backward ends, or a later hook wants to see it."""
 
     def backward_finished(self) -> None:
         """No gradient will follow in this backward."""
@@ -123,7 +123,7 @@ class BackwardHooks:
         if not self._any_gradient:
             self._any_gradient = True
             listener.backward_started(listener.t if self._computed_at is None else self._computed_at)
-        # [Note: later hooks] a hook of the user that was registered after ours still wants to see the gradient
+        # a hook of the user that was registered after ours still wants to see the gradient
         is_last = next(reversed(parameter._post_accumulate_grad_hooks)) == self._handles[index].id
         if outermost and is_last:
             listener.gradient_ready(index)

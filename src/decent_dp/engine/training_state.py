@@ -42,7 +42,8 @@ def capture(replica: Replica) -> State:
     }
     for bucket in replica.buckets:
         _capture_optimizer(bucket, state)
-        arrived = bucket.exchange = finish(bucket)
+        with replica.fails_on_error():
+            arrived = bucket.exchange = finish(bucket)
         if arrived is not None:
             exchange = state["exchange"] = state["exchange"] or {
                 "step": arrived.step,
@@ -181,17 +182,18 @@ def _to_groups(parts: list[Any]) -> Any:
 
 def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arrived | None:
     """Lay out what had arrived as the bucket is now; for parameters without, it is as if nothing had moved."""
-    if not any(name in exchange["received"] for name in bucket.names):
+    received, sent = (
+        {name: exchange[key][name] for name in bucket.names if name in exchange[key]} for key in ("received", "sent")
+    )
+    if not received:
         return None
     bucket.storage.pack()
     own = bucket.storage.flat
-    sent = exchange["sent"]
     if sent:  # the same value on both sides, so that their difference is nothing
-        own = cast(own, torch.empty_like(own, dtype=_real(next(iter(sent.values())).dtype)))
+        own = cast(own, torch.empty_like(own, dtype=_real(sent)))
 
     def lay_out(pieces: dict[str, Tensor]) -> Tensor:
-        dtype = next(piece.dtype for name, piece in pieces.items() if name in bucket.names)
-        flat = own.to(_real(dtype), copy=True)
+        flat = own.to(_real(pieces), copy=True)
         for name, view in zip(bucket.names, bucket.storage.views(flat), strict=True):
             if name in pieces:
                 assert view.shape == pieces[name].shape, name
@@ -203,13 +205,15 @@ def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arri
     return Arrived(
         step=exchange["step"],
         plan=plan,
-        received=lay_out(exchange["received"]),
+        received=lay_out(received),
         weight=exchange["weight"],
-        sent=lay_out(exchange["sent"]) if exchange["sent"] else None,
+        sent=lay_out(sent) if sent else None,
     )
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
+def _real(pieces: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of pieces of one bucket, that of the parts if they are complex."""
+    dtype = next(iter(pieces.values())).dtype
     return dtype.to_real() if dtype.is_complex else dtype
 
 
