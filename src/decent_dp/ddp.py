@@ -54,8 +54,8 @@ class DecentralizedDataParallel(nn.Module):
         grad_clip_norm: Largest global 2-norm of the gradient, as `torch.nn.utils.clip_grad_norm_`; 0 does not clip.
         param_as_bucket_view: Whether parameters become views of their bucket, which saves a copy per step.
         sync_buffer_in_global_avg: Whether `consensus` and `global_avg` average buffers too.
-        bucket_size_in_mb: Largest size of a bucket of several parameters, in MiB. Results do not depend on it, but for the
-            last bit where a backend's sum over three or more workers orders its terms by position.
+        bucket_size_in_mb: Largest size of a bucket of several parameters, in MiB. Results do not depend on it, but for
+            the last bit where a backend's sum over three or more workers orders its terms by position.
         _local_world_size: `workers_per_node` under its name in the original package.
         wire_dtype: Floating dtype that parameters wider than it travel in; their own when None. The mean over workers
             is kept either way.
