@@ -3,9 +3,11 @@
 import copy
 import gc
 import json
+import os
 import pickle
 import re
 import signal
+import time
 import warnings
 import weakref
 from functools import partial
@@ -331,6 +333,33 @@ def test_o6_data_workers_may_be_forked_after_wrapping(pool, topology):
     assert [t for t, _ in expected] == [9, 9]
     for persistent in (False, True):
         assert pool.run(forked_loaders, 2, topology, 2, persistent) == expected
+
+
+def forked_child(rank, n, topology):
+    """A child drops what it inherited, with an exchange in flight; seconds until it has ended, and how."""
+    model = DecentralizedDataParallel(network(), SGD, topology=topology)
+    loss_of(model, 0, rank).backward()
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        del model
+        gc.collect()
+        os._exit(7)
+    while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() - begin < 10:
+        time.sleep(0.02)
+    if done == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "the child hangs"
+    loss_of(model, 1, rank).backward()
+    return os.waitstatus_to_exitcode(done[1])
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_o6_a_forked_child_may_drop_what_it_inherited(pool, topology):
+    assert pool.run(forked_child, 2, topology) == [7, 7]
 
 
 def sgd_function(named):

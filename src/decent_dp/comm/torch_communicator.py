@@ -8,6 +8,7 @@ else, so they cannot pair up with the user's collectives, and they end with the 
 import atexit
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -289,7 +290,8 @@ class _Works:
         """Wait for a while, and drop everything."""
         while self._works:
             with contextlib.suppress(RuntimeError):
-                self._works.pop(0)[1].wait(timedelta(seconds=seconds))
+                self._works[0][1].wait(timedelta(seconds=seconds))
+            self._works.pop(0)
         self._tensors = ()
 
     def abandon(self) -> None:
@@ -329,6 +331,19 @@ def _linger_at_exit() -> None:
             _linger(list(communicator._in_flight))
         for thread in list(_LINGERING):
             thread.join(_LINGER_S)
+
+
+# A forked process, such as a data worker, inherits the groups but not the threads behind them. Destroying them there
+# would wait for these threads for ever, so it keeps them, and waits for nobody when it ends.
+_INHERITED: list[Any] = []
+
+
+def _before_fork() -> None:
+    for communicator in list(_ALIVE):
+        _INHERITED.append((list(communicator._groups.values()), [list(w._works) for w in communicator._in_flight]))
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_INHERITED.clear, after_in_child=_ALIVE.clear)
 
 
 def _key(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
