@@ -288,11 +288,10 @@ class _Works:
 
     def linger(self, seconds: float) -> None:
         """Wait for a while, and drop everything."""
-        while self._works:
+        for _, work in list(self._works):  # a thread and the end of the process may both be here
             with contextlib.suppress(RuntimeError):
-                self._works[0][1].wait(timedelta(seconds=seconds))
-            self._works.pop(0)
-        self._tensors = ()
+                work.wait(timedelta(seconds=seconds))
+        self._works, self._tensors = [], ()
 
     def abandon(self) -> None:
         """Give up; whoever waits later is told so."""
