@@ -167,10 +167,10 @@ class TorchCommunicator:
         """See `Communicator.close`: the groups end when others have taken what is in flight, in the background."""
         self._groups.clear()
         works = list(self._in_flight)
-        if works:
-            thread = threading.Thread(target=_linger, args=(works,), daemon=True)
-            _LINGERING.add(thread)
-            thread.start()
+        if works and threading.main_thread().is_alive():
+            threading.Thread(target=_linger, args=(works,)).start()  # joined when the process ends
+        else:
+            _linger(works)
 
     def _connect(self, ranks: tuple[int, ...], kind: str, name: str) -> Any:
         """Make a group of some workers for one kind of device."""
@@ -286,12 +286,13 @@ class _Works:
         self._tensors = ()
         self._communicator._in_flight.discard(self)
 
-    def linger(self, seconds: float) -> None:
-        """Wait for a while, and drop everything."""
-        for _, work in list(self._works):  # a thread and the end of the process may both be here
+    def linger(self, deadline: float) -> None:
+        """Wait until a time of the monotonic clock, and drop everything."""
+        works, self._works = self._works, []  # of two who wait for one operation, gloo would wake only one
+        for _, work in works:
             with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=seconds))
-        self._works, self._tensors = [], ()
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        self._tensors = ()
 
     def abandon(self) -> None:
         """Give up; whoever waits later is told so."""
@@ -312,24 +313,17 @@ class _Failed:
 _ALIVE: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 
 
-_LINGERING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
 def _linger(all_works: list[_Works]) -> None:
     """A slower worker may still want what this one sent last: let it, for a while."""
     deadline = time.monotonic() + _LINGER_S
-    while all_works:
-        all_works.pop().linger(max(deadline - time.monotonic(), 0.01))
+    while all_works and not (hasattr(sys, "last_type") and not threading.main_thread().is_alive()):
+        all_works.pop().linger(deadline)  # but others should learn of a process that ends in an error
 
 
 @atexit.register
 def _linger_at_exit() -> None:
-    """At a normal end of the process; after an error others should learn of it."""
-    if not hasattr(sys, "last_type"):
-        for communicator in list(_ALIVE):
-            _linger(list(communicator._in_flight))
-        for thread in list(_LINGERING):
-            thread.join(_LINGER_S)
+    for communicator in list(_ALIVE):
+        _linger(list(communicator._in_flight))
 
 
 # A forked process, such as a data worker, inherits the groups but not the threads behind them. Destroying them there
