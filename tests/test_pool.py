@@ -358,7 +358,8 @@ def test_torchrun() -> None:
     assert run.launcher is not None
     assert run.launcher.code != 0
     assert "SIGKILL" in run.launcher.stderr
-    assert [rank.stdout for rank in run.ranks] == ["step 0\n", "step 1\n"]
+    assert run.ranks[1].stdout == "step 1\n"
+    assert run.ranks[0].stdout in ("", "step 0\n")  # torchrun may end it before it came that far
     assert run.launcher.wall_s < 30
     assert run.leftovers == []
 
