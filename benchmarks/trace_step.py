@@ -65,18 +65,23 @@ class TracedHandle:
 
 
 class TracedCommunicator(TorchCommunicator):
-    """Notes when exchanges start and end; the bucket is in the lower half of the tag."""
+    """Notes when exchanges start and end; the bucket is in the tag."""
 
     def __init__(self, spans: list[Span]) -> None:
         super().__init__()
         self._spans = spans
 
     def start_swap(
-        self, payload: Tensor, send_to: Sequence[int], receive_from: Sequence[int], buffers: Sequence[Tensor], tag: int
+        self,
+        payloads: Sequence[Tensor],
+        send_to: Sequence[int],
+        receive_from: Sequence[int],
+        buffers: Sequence[Tensor],
+        tag: int,
     ) -> Any:
         """Start the exchange and a thread that waits for it."""
-        inner = super().start_swap(payload, send_to, receive_from, buffers, tag)
-        return TracedHandle(inner, tag % 2**16, self._spans)
+        inner = super().start_swap(payloads, send_to, receive_from, buffers, tag)
+        return TracedHandle(inner, tag >> 2 & 0xFFFF, self._spans)
 
 
 class TracedAdamW(torch.optim.AdamW):

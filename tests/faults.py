@@ -65,10 +65,15 @@ class DelayedCommunicator(TorchCommunicator):
         self.handles: deque[DelayedHandle] = deque(maxlen=100)
 
     def start_swap(
-        self, payload: Tensor, send_to: Sequence[int], receive_from: Sequence[int], buffers: Sequence[Tensor], tag: int
+        self,
+        payloads: Sequence[Tensor],
+        send_to: Sequence[int],
+        receive_from: Sequence[int],
+        buffers: Sequence[Tensor],
+        tag: int,
     ) -> Any:
         """Start the exchange; its end is late."""
-        return self._late(super().start_swap(payload, send_to, receive_from, buffers, tag))
+        return self._late(super().start_swap(payloads, send_to, receive_from, buffers, tag))
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Any:
         """Start the sum; its end is late."""

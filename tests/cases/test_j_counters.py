@@ -33,9 +33,9 @@ class Recording(InProcessCommunicator):
         super().__init__(world, rank)
         self.log = []
 
-    def start_swap(self, payload, send_to, receive_from, buffers, tag):
-        self.log.append((tag >> 16, tag & 0xFFFF, tuple(send_to), tuple(receive_from)))
-        return super().start_swap(payload, send_to, receive_from, buffers, tag)
+    def start_swap(self, payloads, send_to, receive_from, buffers, tag):
+        self.log.append((tag >> 18, tag >> 2 & 0xFFFF, tuple(send_to), tuple(receive_from)))
+        return super().start_swap(payloads, send_to, receive_from, buffers, tag)
 
 
 def plain(model, scaler, rank, t):

@@ -161,7 +161,9 @@ class Worker:
         if self.pid == 0:
             os.dup2(os.open(self.err, os.O_WRONLY | os.O_CREAT), 2)
             os.dup2(2, 1)
-            os.environ.pop("LOCAL_WORLD_SIZE")
+            os.environ["LOCAL_WORLD_SIZE"] = "2" if case.endswith("hierarchical") else ""
+            if not os.environ["LOCAL_WORLD_SIZE"]:
+                del os.environ["LOCAL_WORLD_SIZE"]
 
     def ended(self):
         if self.code is None:
@@ -188,20 +190,25 @@ print(json.dumps([[[w.code, w.wall_s, w.err.read_text()] for w in workers] for w
 """
 CLEAN = ("destroyed", "destroyed_before_the_model", "not_destroyed", "in_flight", "global_model")
 SLOW = ("slow_last_step", "slow_last_step_before_the_next_model", "slow_last_step_then_saving")
-RING, COMPLETE = ("ring", 2), ("complete", 3)
+RING, COMPLETE, HIERARCHICAL = ("ring", 2), ("complete", 3), ("hierarchical", 4)
 ENDING_CASES = [
     ("destroyed", *RING),
     ("destroyed_before_the_model", *COMPLETE),
     ("not_destroyed", *RING),
     ("in_flight", *RING),
     ("in_flight", *COMPLETE),
+    ("in_flight", *HIERARCHICAL),
     ("global_model", *RING),
     ("slow_last_step", *RING),
     ("slow_last_step", *COMPLETE),
+    ("slow_last_step", *HIERARCHICAL),
     ("slow_last_step_before_the_next_model", *RING),
     ("slow_last_step_then_saving", *RING),
+    ("slow_last_step_then_saving", *COMPLETE),
+    ("slow_last_step_then_saving", *HIERARCHICAL),
     ("raises", *RING),
     ("raises", *COMPLETE),
+    ("raises", *HIERARCHICAL),
 ]
 
 

@@ -48,7 +48,24 @@ def test_every_public_name_is_documented_and_listed_in_order() -> None:
         assert name in ("Plan", "Row") or getattr(decent_dp.topology, name).__doc__
 
 
-@pytest.mark.parametrize("name", ["complete", "ring", "exp", "alternating_exp_ring", "from_matrices", "from_edges"])
+BUILDERS = [
+    "alternating_exp_ring",
+    "base_graph",
+    "complete",
+    "exp",
+    "from_edges",
+    "from_function",
+    "from_matrices",
+    "hypercube",
+    "random_matching",
+    "ring",
+    "static_exp",
+    "static_ring",
+    "torus",
+]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
 def test_every_builder_says_its_cost_an_example_and_its_source(name: str) -> None:
     text = getattr(decent_dp.topology, name).__doc__
     for part in ("Cost:", ">>> ", "Reference"):

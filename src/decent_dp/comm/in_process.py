@@ -4,7 +4,7 @@ What is started at step t is awaited at step t+1, so workers can take turns: eac
 before any runs step t+1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +34,7 @@ class InProcessWorld:
         self._parcels: dict[tuple[int, int, int], Tensor] = {}
         self._meetings: dict[tuple[Any, ...], _Meeting] = {}
         self._numbers: dict[str, int] = {}
+        self._chains: list[_Chain] = []
 
     def communicator(self, rank: int) -> "InProcessCommunicator":
         """Return the communicator of one virtual worker."""
@@ -89,16 +90,16 @@ class InProcessCommunicator:
 
     def start_swap(
         self,
-        payload: Tensor,
+        payloads: Sequence[Tensor],
         send_to: Sequence[int],
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
     ) -> "_Receive":
-        """See `Communicator.start_swap`; the payload is copied at once."""
-        snapshot = payload.clone() if send_to else None
-        for receiver in send_to:
-            self._world._parcels[tag, self.rank, receiver] = snapshot  # type: ignore[assignment]
+        """See `Communicator.start_swap`; payloads are copied at once."""
+        copies = {id(payload): payload.clone() for payload in payloads}
+        for payload, receiver in zip(payloads, send_to, strict=True):
+            self._world._parcels[tag, self.rank, receiver] = copies[id(payload)]
         return _Receive(self._world, self.rank, tuple(receive_from), tuple(buffers), tag)
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> "_Sum":
@@ -107,6 +108,10 @@ class InProcessCommunicator:
         meeting, key = self._meet("sum" if ranks is not None else "sum of all", members)
         meeting.brought[self.rank] = buffer
         return _Sum(self._world, key, members, buffer)
+
+    def start_chain(self, operations: Sequence[Callable[[], Any]], device: Any) -> "_Chain":
+        """See `Communicator.start_chain`."""
+        return _Chain(self._world, operations)
 
     def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> "_Gather":
         """See `Communicator.start_gather`; the payload is copied at once."""
@@ -170,11 +175,18 @@ class _Receive:
         self._world, self._rank, self._senders, self._buffers, self._tag = world, rank, senders, buffers, tag
         self._done = False
 
+    def _absent(self) -> list[int]:
+        keys = [(self._tag, sender, self._rank) for sender in self._senders]
+        return [key[1] for key in keys if key not in self._world._parcels]
+
+    def is_ready(self) -> bool:
+        return self._done or not self._absent()
+
     def wait(self) -> None:
         if self._done:
             return
         keys = [(self._tag, sender, self._rank) for sender in self._senders]
-        absent = [key[1] for key in keys if key not in self._world._parcels]
+        absent = self._absent()
         if absent:
             raise WorkerLost(absent, "they have not sent: virtual workers take turns, one step each")
         for key, buffer in zip(keys, self._buffers, strict=True):
@@ -221,3 +233,28 @@ class _Gather:
             buffer.copy_(meeting.brought[rank])
         _leave(self._world, self._key, len(self._members))
         self._done = True
+
+
+class _Chain:
+    def __init__(self, world: InProcessWorld, operations: Sequence[Callable[[], Any]]) -> None:
+        self._world = world
+        first, *self._rest = operations
+        self._under_way = first()
+        world._chains.append(self)
+
+    def wait(self) -> None:
+        while self in self._world._chains:
+            # all of them: what another worker hands on may be what this one waits for
+            moved = [chain._move() for chain in list(self._world._chains)]
+            if not any(moved):
+                self._under_way.wait()  # says who has not come
+
+    def _move(self) -> bool:
+        if not self._under_way.is_ready():
+            return False
+        self._under_way.wait()
+        if self._rest:
+            self._under_way = self._rest.pop(0)()
+        else:
+            self._world._chains.remove(self)
+        return True

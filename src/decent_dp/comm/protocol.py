@@ -5,7 +5,7 @@ virtual workers that share one process. Everything that takes time comes as a pa
 `Handle`, and ``wait`` finishes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -90,24 +90,34 @@ class Communicator(Protocol):
 
     def start_swap(
         self,
-        payload: Tensor,
+        payloads: Sequence[Tensor],
         send_to: Sequence[int],
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
     ) -> Handle:
-        """Send one payload to some workers and receive one tensor from each of some others.
+        """Send a tensor to each of some workers and receive one from each of some others.
 
         Args:
-            payload: What this worker sends, contiguous.
+            payloads: What this worker sends, contiguous, for each rank of ``send_to``; may be the same tensor.
             send_to: Ranks that receive it.
             receive_from: Ranks that send to this worker.
-            buffers: One tensor like ``payload`` for each rank of ``receive_from``.
-            tag: Equal on both sides; tells exchanges of different steps and buckets apart.
+            buffers: One tensor like what is sent for each rank of ``receive_from``.
+            tag: Equal on both sides, below 2**30; tells exchanges of different steps and buckets apart.
         """
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Handle:
         """Replace a tensor by its sum over a clique (over all workers without ``ranks``), in place."""
+
+    def start_chain(self, operations: Sequence[Callable[[], Handle]], device: Any) -> Handle:
+        """Start operations one after the other, each when the one before it is finished.
+
+        They go on by themselves; those of virtual workers when one of them waits.
+
+        Args:
+            operations: Each starts one, with what earlier ones have brought. May be called on another thread.
+            device: Where their tensors are.
+        """
 
     def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> Handle:
         """Collect the payload of every member of a clique (of all workers without ``ranks``), in rank order."""

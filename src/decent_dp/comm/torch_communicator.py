@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.comm.protocol import Board, WorkerLost, name_ranks
+from decent_dp.comm.conveyor import Conveyor
+from decent_dp.comm.handles import Closed, InFlight, Queued, Works
+from decent_dp.comm.protocol import Board, Handle, WorkerLost, name_ranks
 from decent_dp.comm.tensors import from_bytes, to_bytes, write
 from decent_dp.errors import ConfigurationError, ExchangeError
 
@@ -69,8 +71,13 @@ class TorchCommunicator:
         self._group = group
         self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
-        self._in_flight: weakref.WeakSet[_Works] = weakref.WeakSet()
+        self.in_flight = InFlight()
+        self._conveyor = Conveyor()
+        self._lost: WorkerLost | None = None
+        self._explaining = threading.Lock()
+        self._pid = os.getpid()
         _ALIVE.add(self)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._known: set[tuple[tuple[int, ...] | None, str]] = set()  # on all workers, whether this one is in it or not
 
     def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
@@ -94,50 +101,60 @@ class TorchCommunicator:
 
     def start_swap(
         self,
-        payload: Tensor,
+        payloads: Sequence[Tensor],
         send_to: Sequence[int],
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
-    ) -> "_Works":
+    ) -> "Works":
         """See `Communicator.start_swap`. Receives are posted first: a send waits for the receive of the other side."""
-        kind = payload.device.type
-        group = self._groups[None, kind]
-        works = _Works(self, (payload, *buffers))
-        if kind == "cuda":  # one kernel for all, or the two sides' sends wait for each other
-            group._start_coalescing(payload.device)
+        works = Works(self, (*payloads, *buffers))
+        if not send_to and not receive_from:
+            return works
+        device = (*payloads, *buffers)[0].device
+        group = self._find(None, device)
+        if device.type == "cuda":  # one kernel for all, or the two sides' sends wait for each other
+            group._start_coalescing(device)
         for rank, buffer in zip(receive_from, buffers, strict=True):
             works.add((rank,), partial(group.recv, [buffer], rank, _LANES * tag + (rank < self.rank)))
-        for rank in send_to:
+        for rank, payload in zip(send_to, payloads, strict=True):
             works.add((rank,), partial(group.send, [payload], rank, _LANES * tag + (self.rank < rank)))
-        if kind == "cuda":
-            works = _Works(self, (payload, *buffers))
-            works.add(tuple({*receive_from, *send_to}), partial(group._end_coalescing, payload.device))
+        if device.type == "cuda":
+            works = Works(self, (*payloads, *buffers))
+            works.add(tuple({*receive_from, *send_to}), partial(group._end_coalescing, device))
         return works
 
-    def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> "_Works":
+    def start_chain(self, operations: Sequence[Callable[[], Handle]], device: torch.device) -> Handle:
+        """See `Communicator.start_chain`."""
+        if device.type != "cuda":
+            return self._conveyor.start(operations)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return Queued(operations, self._streams[device])
+
+    def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> "Works":
         """See `Communicator.start_sum`."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
-        group = self._groups[_key(ranks), buffer.device.type]
-        return _Works(self, (buffer,)).add(self._others(ranks), partial(group.allreduce, [buffer], options))
+        group = self._find(ranks, buffer.device)
+        return Works(self, (buffer,)).add(self._others(ranks), partial(group.allreduce, [buffer], options))
 
-    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> "_Works":
+    def start_gather(self, payload: Tensor, buffers: Sequence[Tensor], ranks: Sequence[int] | None = None) -> "Works":
         """See `Communicator.start_gather`; travels as bytes, so that every dtype is served."""
         bytes_out = payload.view(torch.uint8)
         bytes_in = [buffer.view(torch.uint8) for buffer in buffers]
-        group = self._groups[_key(ranks), payload.device.type]
+        group = self._find(ranks, payload.device)
         gather = partial(group.allgather, [bytes_in], [bytes_out])
-        return _Works(self, (payload, *buffers)).add(self._others(ranks), gather)
+        return Works(self, (payload, *buffers)).add(self._others(ranks), gather)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """See `Communicator.broadcast`; travels as contiguous bytes, so that every dtype and stride is served."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         sent = [(tensor, to_bytes(tensor)) for tensor in tensors if tensor.numel() > 0]
-        works = _Works(self, ())
+        works = Works(self, ())
         for _, data in sent:
-            group = self._groups[None, data.device.type]
+            group = self._find(None, data.device)
             works.add(self._others(None), partial(group.broadcast, [data], options))
         try:
             works.wait()
@@ -165,12 +182,35 @@ class TorchCommunicator:
 
     def close(self) -> None:
         """See `Communicator.close`: the groups end when others have taken what is in flight, in the background."""
-        self._groups.clear()
-        works = list(self._in_flight)
-        if works and threading.main_thread().is_alive():
-            threading.Thread(target=_linger, args=(works,)).start()  # joined when the process ends
+        if os.getpid() != self._pid:
+            return  # in a forked child, which has none of the threads behind the groups
+        held = self.in_flight.all()
+        if (held or self._conveyor.is_running) and threading.main_thread().is_alive():
+            threading.Thread(target=self._let_go, args=held).start()  # joined when the process ends
         else:
-            _linger(works)
+            self._let_go(*held)
+
+    def _let_go(self, *_held: Any) -> None:
+        self.linger()
+        self._groups.clear()
+
+    def linger(self) -> None:
+        """A slower worker may still want what this one sent last, or hand it on: let it, for a while."""
+        deadline = time.monotonic() + _LINGER_S
+        if _has_ended_in_error() or not self._conveyor.wait(deadline):  # others should learn of an error
+            self._abort()
+        else:
+            for works in self.in_flight.all():
+                works.linger(deadline)
+        self._conveyor.stop(timeout_s=1)
+
+    def _abort(self) -> None:
+        """Release the threads of the conveyor: a wait that times out ends all operations of its group."""
+        if self._conveyor.is_running:
+            other = (self.rank + 1) % self.num_workers
+            with contextlib.suppress(RuntimeError):
+                nothing = self._find(None, torch.device("cpu")).recv([torch.empty(1)], other, 2**31 - 1)
+                nothing.wait(timedelta(milliseconds=1))
 
     def _connect(self, ranks: tuple[int, ...], kind: str, name: str) -> Any:
         """Make a group of some workers for one kind of device."""
@@ -207,11 +247,18 @@ class TorchCommunicator:
         wait for it fail too. Of several suspects the ones without a note are the cause; if all have left one, somebody
         else is, whom their notes name.
         """
+        with self._explaining:
+            if self._lost is None:
+                self._lost = self._explain(ranks, error)
+            return self._lost  # what fails after the first is a consequence
+
+    def _explain(self, ranks: tuple[int, ...], error: RuntimeError) -> WorkerLost:
         notes: dict[int, tuple[int, ...]] = {}
         reader = threading.Thread(target=self._exchange_notes, args=(ranks, notes), daemon=True)
         reader.start()
+        self._abort()
         self._groups.clear()
-        for works in list(self._in_flight):
+        for works in self.in_flight.all():
             works.abandon()  # they hold on to the connections
         reader.join(_NOTES_S + 1)  # the store may have died with its host
         silent = tuple(rank for rank in ranks if rank not in notes)
@@ -232,6 +279,11 @@ class TorchCommunicator:
                     if rank not in notes and self._store.check([f"lost/{rank}"]):
                         notes[rank] = tuple(map(int, self._store.get(f"lost/{rank}").decode().split(",")))
                 time.sleep(0.05)
+
+    def _find(self, ranks: Sequence[int] | None, device: torch.device) -> Any:
+        """Return the group of a clique, or of all workers."""
+        key = (None if ranks is None else tuple(ranks), device.type)
+        return self._groups.get(key) or Closed()
 
     def _others(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(rank for rank in (range(self.num_workers) if ranks is None else ranks) if rank != self.rank)
@@ -257,73 +309,17 @@ class _Numbers:
         return int(self._store.add(f"count/{key}", amount))
 
 
-class _Works:
-    """Several operations of a backend, each with the workers it depends on, and the tensors they use."""
-
-    def __init__(self, communicator: TorchCommunicator, tensors: tuple[Tensor, ...]) -> None:
-        self._communicator = communicator
-        self._tensors = tensors  # a backend writes to their memory until wait returns
-        self._works: list[tuple[tuple[int, ...], Any]] = []
-        communicator._in_flight.add(self)
-
-    def add(self, ranks: tuple[int, ...], start: Callable[[], Any]) -> "_Works":
-        """Start an operation that depends on some workers."""
-        try:
-            self._works.append((ranks, start()))
-        except RuntimeError as error:  # of a worker that has ended: matters only if somebody waits for it
-            self._works.append((ranks, _Failed(error)))
-        return self
-
-    def wait(self) -> None:
-        while self._works:
-            ranks, work = self._works[0]
-            try:
-                work.wait()
-            except RuntimeError as error:
-                del work
-                raise self._communicator.explain(ranks, error) from error
-            self._works.pop(0)
-        self._tensors = ()
-        self._communicator._in_flight.discard(self)
-
-    def linger(self, deadline: float) -> None:
-        """Wait until a time of the monotonic clock, and drop everything."""
-        works, self._works = self._works, []  # of two who wait for one operation, gloo would wake only one
-        for _, work in works:
-            with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-        self._tensors = ()
-
-    def abandon(self) -> None:
-        """Give up; whoever waits later is told so."""
-        lost = RuntimeError("Connection closed after an earlier error")
-        self._works = [(ranks, _Failed(lost)) for ranks, _ in self._works]
-
-
-class _Failed:
-    """An operation that could not be started."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self._error
-
-
 _ALIVE: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 
 
-def _linger(all_works: list[_Works]) -> None:
-    """A slower worker may still want what this one sent last: let it, for a while."""
-    deadline = time.monotonic() + _LINGER_S
-    while all_works and not (hasattr(sys, "last_type") and not threading.main_thread().is_alive()):
-        all_works.pop().linger(deadline)  # but others should learn of a process that ends in an error
+def _has_ended_in_error() -> bool:
+    return hasattr(sys, "last_type") and not threading.main_thread().is_alive()
 
 
 @atexit.register
 def _linger_at_exit() -> None:
     for communicator in list(_ALIVE):
-        _linger(list(communicator._in_flight))
+        communicator.linger()
 
 
 # A forked process, such as a data worker, inherits the groups but not the threads behind them. Destroying them there
@@ -333,14 +329,10 @@ _INHERITED: list[Any] = []
 
 def _before_fork() -> None:
     for communicator in list(_ALIVE):
-        _INHERITED.append((list(communicator._groups.values()), [list(w._works) for w in communicator._in_flight]))
+        _INHERITED.append((list(communicator._groups.values()), [list(w._works) for w in communicator.in_flight.all()]))
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_INHERITED.clear, after_in_child=_ALIVE.clear)
-
-
-def _key(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ranks is None else tuple(ranks)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -13,6 +13,7 @@ from decent_dp.engine.exchange import Arrived, Exchange
 from decent_dp.engine.settings import OptimizerFactory, SchedulerFactory, Settings
 from decent_dp.engine.storage import FlatStorage, has_strides
 from decent_dp.errors import ConfigurationError, TrainingError
+from decent_dp.topology import Average
 
 
 class Bucket:
@@ -63,6 +64,11 @@ class Bucket:
         if key not in self._state:
             self._state[key] = torch.empty(numel, dtype=dtype, device=self.storage.flat.device)
         return self._state[key]
+
+    def sums_in_shards(self, plan: Average) -> bool:
+        """Whether members average a part each, or one collective sums the whole."""
+        is_narrow = self.is_narrowed or self.wire_dtype.itemsize <= 2
+        return is_narrow or (plan.in_shards and self.storage.flat.device.type == "cpu")
 
     def update(self) -> None:
         """Let the optimizer use the gradients, and consume them.

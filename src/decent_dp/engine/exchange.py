@@ -4,8 +4,9 @@ What travels is the bucket's flat tensor, or a narrower copy of it. Three ways t
 
 - a `Swap` sends the parameters themselves, point to point;
 - an `Average` sums a scaled copy over the clique, in place;
-- an `Average` in 16 bits, or in a wire dtype narrower than the parameters, gathers the members' copies and averages
-  them locally in at least float32, since a narrow sum overflows and forgets small differences.
+- a `Sharded` round averages in shards, on two levels. So does an `Average` in 16 bits, or in a wire dtype narrower than
+  the parameters, since a narrow sum overflows and forgets small differences; and one on CPUs where that is no detour,
+  since it saves a pass, and the bucket size cannot change the order of the sum.
 
 With a narrower wire dtype the *difference of what both sides sent* is mixed: what one worker gains the others lose,
 to the last bit of the wider dtype, and replicas that agree stay where they are.
@@ -13,16 +14,19 @@ to the last bit of the wider dtype, and replicas that agree stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from decent_dp.comm.protocol import Communicator, Handle, WorkerLost, name_ranks
+from decent_dp.engine.arithmetic import add_difference, cast, mean, mix_wide
+from decent_dp.engine.sharded import ShardedExchange
 from decent_dp.errors import ExchangeError
-from decent_dp.topology import Average, Plan, Swap
+from decent_dp.topology import Average, Idle, Plan, Sharded, Swap
 
 if TYPE_CHECKING:
     from decent_dp.engine.bucket import Bucket
@@ -30,8 +34,6 @@ if TYPE_CHECKING:
 # Averages carry the step in one extra element: collectives match by order alone, so a worker that is one step off would
 # otherwise be averaged without a word. Modulo 128 it is exact in every floating dtype.
 _STEP_MODULUS = 128
-
-_CHUNK = 2**17  # elements that conversions on a CPU work on at a time, so that they stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,19 @@ class Exchange:
         weight: Mixing weight: ``x <- (1 - weight) x + weight * received``; the mixing strength is in it.
         handle: Finishes the transfer.
         sent: What left, in the wire dtype; None when the parameters themselves travel.
-        buffers: Where what others sent arrives.
+        take: Returns what was received, once the transfer is finished; None when this worker only sent.
+        remainder: See `Arrived.remainder`; to be read once the transfer is finished.
         rank: This worker.
         where: How messages call the bucket.
     """
 
     step: int
-    plan: Average | Swap
+    plan: Average | Swap | Sharded
     weight: float
     handle: Handle
     sent: Tensor | None
-    buffers: tuple[Tensor, ...]
+    take: Callable[[], Tensor | None]
+    remainder: tuple[int, Tensor] | None
     rank: int
     where: str
 
@@ -63,11 +67,7 @@ class Exchange:
         try:
             self.handle.wait()
         except WorkerLost as failure:
-            raise self.error(failure) from failure
-
-    def error(self, failure: WorkerLost) -> ExchangeError:
-        """Say which worker did not do its part of this exchange."""
-        return _error(self.rank, self.step, self.where, failure)
+            raise _error(self.rank, self.step, self.where, failure) from failure
 
 
 def _error(rank: int, step: int, where: str, failure: WorkerLost) -> ExchangeError:
@@ -88,13 +88,16 @@ class Arrived:
         received: Laid out like the bucket's flat tensor; may be of a wider dtype.
         weight: Mixing weight.
         sent: What this worker sent, where that is narrower than its parameters.
+        remainder: What this worker gains besides, ``weight * remainder`` from a position on, because rounding took it
+            from what it received and all others in its clique did.
     """
 
     step: int
-    plan: Average | Swap
+    plan: Average | Swap | Sharded
     received: Tensor
     weight: float
     sent: Tensor | None
+    remainder: tuple[int, Tensor] | None = None
 
     def wait(self) -> None:
         """Nothing travels any more."""
@@ -102,44 +105,60 @@ class Arrived:
 
 def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, strength: float) -> Exchange | None:
     """Start one round of a bucket; None when this worker idles."""
-    if not isinstance(plan, (Average, Swap)):
+    if isinstance(plan, Idle):
         return None
     bucket.storage.pack()
     bucket.check_finite(f"rank {communicator.rank}, step {step}")
+    tag = step % 2**10 << 18 | bucket.index % 2**16 << 2
     try:
         if isinstance(plan, Swap):
-            weight = sum(plan.receive_from.values())
-            handle, sent, buffers = _start_swap(bucket, step, plan, communicator)
+            weight, started = sum(plan.receive_from.values()), _start_swap(bucket, plan, tag, communicator)
+        elif isinstance(plan, Sharded):
+            weight, started = 1.0, _start_sharded(bucket, plan.ranks, plan.across, tag, communicator)
+        elif bucket.sums_in_shards(plan):
+            weight, started = plan.weight, _start_sharded(bucket, plan.ranks, Idle(), tag, communicator)
         else:
-            weight = plan.weight
-            start_average = _start_gather if bucket.is_narrowed or bucket.wire_dtype.itemsize <= 2 else _start_sum
-            handle, sent, buffers = start_average(bucket, step, plan, communicator)
+            weight, started = plan.weight, _start_sum(bucket, step, plan, communicator)
     except WorkerLost as failure:
         raise _error(communicator.rank, step, bucket.description, failure) from failure
-    return Exchange(step, plan, strength * weight, handle, sent, buffers, communicator.rank, bucket.description)
+    return Exchange(step, plan, strength * weight, *started, communicator.rank, bucket.description)
 
 
-Started = tuple[Handle, Tensor | None, tuple[Tensor, ...]]
+Started = tuple[Handle, Tensor | None, Callable[[], Tensor | None], tuple[int, Tensor] | None]
 
 
-def _start_swap(bucket: Bucket, step: int, plan: Swap, communicator: Communicator) -> Started:
-    payload, sent = bucket.storage.flat, None
-    if bucket.is_narrowed:
-        payload = sent = cast(payload, bucket.state("sent", payload.numel(), bucket.wire_dtype))
-    senders = tuple(plan.receive_from)
+def _payload(bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+    """What travels, and whether that is a copy: the parameters themselves where the wire dtype is theirs."""
+    flat = bucket.storage.flat
+    if not bucket.is_narrowed:
+        return flat, None
+    sent = cast(flat, bucket.state("sent", flat.numel(), bucket.wire_dtype))
+    return sent, sent
+
+
+def _start_swap(bucket: Bucket, plan: Swap, tag: int, communicator: Communicator) -> Started:
+    payload, sent = _payload(bucket)
+    senders, weights = tuple(plan.receive_from), tuple(plan.receive_from.values())
     buffers = tuple(bucket.state(f"received {k}", payload.numel(), payload.dtype) for k in range(len(senders)))
-    tag = step % 2**14 << 16 | bucket.index % 2**16
-    return communicator.start_swap(payload, plan.send_to, senders, buffers, tag), sent, buffers
+    handle = communicator.start_swap([payload] * len(plan.send_to), plan.send_to, senders, buffers, tag)
+
+    def take() -> Tensor | None:
+        if len(buffers) < 2:
+            return buffers[0] if buffers else None
+        dtype = bucket.storage.flat.dtype
+        out = buffers[0] if payload.dtype == dtype else bucket.state("mean", payload.numel(), dtype)
+        return mean(buffers, weights, out)
+
+    return handle, sent, take, None
 
 
-def _start_gather(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
-    length = bucket.storage.flat.numel() + 1
-    payload = bucket.state("sent", length, bucket.wire_dtype)
-    sent = cast(bucket.storage.flat, payload[:-1])
-    payload[-1] = step % _STEP_MODULUS
-    buffers = tuple(bucket.state(f"received {k}", length, bucket.wire_dtype) for k in range(len(plan.ranks)))
-    handle = communicator.start_gather(payload, buffers, plan.ranks)
-    return handle, sent if bucket.is_narrowed else None, buffers
+def _start_sharded(
+    bucket: Bucket, ranks: tuple[int, ...], across: Swap | Idle, tag: int, communicator: Communicator
+) -> Started:
+    payload, sent = _payload(bucket)
+    exchange = ShardedExchange(bucket, payload, ranks, across, tag, communicator)
+    remainder = exchange.remainder() if bucket.is_narrowed else None
+    return exchange.start(), sent, lambda: exchange.received, remainder
 
 
 def _start_sum(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
@@ -147,7 +166,16 @@ def _start_sum(bucket: Bucket, step: int, plan: Average, communicator: Communica
     buffer = bucket.state("received 0", flat.numel() + 1, flat.dtype)
     torch.mul(flat, 1 / k, out=buffer[:-1])
     buffer[-1] = (step % _STEP_MODULUS) / k
-    return communicator.start_sum(buffer, plan.ranks), None, (buffer,)
+    handle = communicator.start_sum(buffer, plan.ranks)
+    return handle, None, partial(_take_sum, buffer, step, plan, communicator.rank), None
+
+
+def _take_sum(buffer: Tensor, step: int, plan: Average, rank: int) -> Tensor:
+    """Refuse an average over members at different steps. Not on accelerators, which reading the element would stall."""
+    k = len(plan.ranks)
+    if buffer.device.type == "cpu" and abs(buffer[-1].item() - step % _STEP_MODULUS) * k > 0.5:
+        raise WorkerLost([other for other in plan.ranks if other != rank], "it is at another step")
+    return buffer[:-1]
 
 
 def finish(bucket: Bucket) -> Arrived | None:
@@ -156,88 +184,26 @@ def finish(bucket: Bucket) -> Arrived | None:
     if exchange is None or isinstance(exchange, Arrived):
         return exchange
     exchange.wait()
-    if isinstance(exchange.plan, Average):
-        _check_step(exchange)
-    if not exchange.buffers:
+    try:
+        received = exchange.take()
+    except WorkerLost as failure:
+        raise _error(exchange.rank, exchange.step, exchange.where, failure) from failure
+    if received is None:
         return None
-    flat, buffers = bucket.storage.flat, exchange.buffers
-    if isinstance(exchange.plan, Swap):
-        received = _mean(buffers, tuple(exchange.plan.receive_from.values()), bucket, flat.dtype)
-    elif len(buffers) > 1:
-        members = tuple(buffer[:-1] for buffer in buffers)
-        received = _mean(members, (1.0,) * len(members), bucket, torch.promote_types(flat.dtype, torch.float32))
-    else:
-        received = buffers[0][:-1]
-    return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent)
+    return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent, exchange.remainder)
 
 
 def mix(bucket: Bucket, arrived: Arrived) -> None:
     """``x <- (1 - weight) x + weight * received``, in one pass where sent and mixed dtype agree."""
     bucket.storage.pack()
     flat, received = bucket.storage.flat, arrived.received
-    if arrived.sent is None and received.dtype == flat.dtype:
+    if arrived.sent is not None:
+        add_difference(flat, received, arrived.sent, arrived.weight)
+    elif received.dtype == flat.dtype:
         flat.lerp_(received, arrived.weight)
     else:
-        for scratch, x, r, s in _chunks(flat, received, arrived.sent):
-            if s is not None:
-                x.add_(scratch.copy_(r).sub_(s), alpha=arrived.weight)
-            else:
-                x.copy_(scratch.copy_(x).lerp_(r.to(scratch.dtype), arrived.weight))
+        mix_wide(flat, received, arrived.weight)
+    if arrived.remainder is not None:
+        begin, remainder = arrived.remainder
+        flat[begin : begin + remainder.numel()].add_(remainder, alpha=arrived.weight)
     bucket.storage.unpack()
-
-
-def _mean(tensors: tuple[Tensor, ...], weights: tuple[float, ...], bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """Return sum(w x) / sum(w): a single tensor as it is, several of the right dtype in the first of them."""
-    if len(tensors) == 1:
-        return tensors[0]
-    mean = tensors[0] if tensors[0].dtype == dtype else bucket.state("mean", tensors[0].numel(), dtype)
-    for position, tensor in enumerate(tensors):
-        share = weights[position] / sum(weights[: position + 1])
-        for scratch, m, x, _ in _chunks(mean, tensor, None):
-            if position == 0:
-                m.copy_(x)
-            elif x.dtype == dtype:
-                m.lerp_(x, share)
-            else:
-                m.lerp_(scratch.copy_(x), share)
-    return mean
-
-
-def cast(flat: Tensor, out: Tensor) -> Tensor:
-    """Round to the wire dtype; what is out of its range is sent as its largest number."""
-    largest = torch.finfo(out.dtype).max
-    if torch.finfo(flat.dtype).max <= largest * 1.01:
-        return out.copy_(flat)
-    for scratch, x, o, _ in _chunks(flat, out, None):
-        o.copy_(torch.clamp(x, -largest, largest, out=scratch))
-    return out
-
-
-def _chunks(
-    first: Tensor, second: Tensor, third: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Walk along flat tensors in pieces that stay in cache, each with a scratch tensor of the wider dtype."""
-    length = _CHUNK if first.device.type == "cpu" else first.numel()
-    wide = torch.promote_types(first.dtype, second.dtype)
-    scratch = torch.empty(min(length, first.numel()), dtype=wide, device=first.device)
-    for begin in range(0, first.numel(), length):
-        end = min(begin + length, first.numel())
-        piece = None if third is None else third[begin:end]
-        yield scratch[: end - begin], first[begin:end], second[begin:end], piece
-
-
-def _check_step(exchange: Exchange) -> None:
-    """Refuse to average members at different steps. Not on accelerators, which reading the element would stall."""
-    assert isinstance(exchange.plan, Average)
-    if exchange.buffers[0].device.type != "cpu":
-        return
-    ranks, expected = exchange.plan.ranks, exchange.step % _STEP_MODULUS
-    others = tuple(rank for rank in ranks if rank != exchange.rank)
-    if len(exchange.buffers) > 1:
-        late = tuple(
-            rank for rank, buffer in zip(ranks, exchange.buffers, strict=True) if buffer[-1].item() != expected
-        )
-    else:
-        late = others if abs(exchange.buffers[0][-1].item() - expected) * len(ranks) > 0.5 else ()
-    if late:
-        raise exchange.error(WorkerLost(late, "it is at another step"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from decent_dp.engine.exchange import Arrived
-from decent_dp.topology import Average
+from decent_dp.topology import Average, Sharded, Swap
 
 if TYPE_CHECKING:
     from decent_dp.engine.bucket import Bucket
@@ -46,6 +46,11 @@ def announce(bucket: Bucket, arrived: Arrived, rank: int) -> Arrived:
         return arrived
     bucket.storage.pack()
     plan, x = arrived.plan, bucket.storage.flat
+    if isinstance(plan, Sharded):  # all of its workers count alike where nodes give each other equal weights
+        other_nodes = plan.across.receive_from if isinstance(plan.across, Swap) else ()
+        nodes = {other // len(plan.ranks) for other in (rank, *other_nodes)}
+        members = [node * len(plan.ranks) + k for node in sorted(nodes) for k in range(len(plan.ranks))]
+        plan = Average(tuple(members), 1.0)
     ranks = list(plan.ranks) if isinstance(plan, Average) else sorted({rank, *plan.receive_from})
     others = len(ranks) - 1
     # both kinds as x <- (1 - given) x + given * (mean of the others), and the sum of the edge from that
@@ -63,4 +68,4 @@ def announce(bucket: Bucket, arrived: Arrived, rank: int) -> Arrived:
     if buffer._version == before:
         return arrived
     received = buffer * (others / (given * len(ranks))) if isinstance(plan, Average) else buffer / given - x / others
-    return replace(arrived, received=received, sent=None)
+    return replace(arrived, received=received, sent=None, remainder=None)

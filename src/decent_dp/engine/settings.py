@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.errors import ConfigurationError
-from decent_dp.topology import Layout, Topology, catalog
+from decent_dp.topology import AnyTopology, FunctionOfTime, Layout, Topology, catalog
 
 OptimizerFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -30,7 +30,7 @@ class Settings:
 
     optim_fn: OptimizerFactory
     lr_scheduler_fn: SchedulerFactory | None
-    topology: str | Topology
+    topology: str | AnyTopology
     scaler: GradScaler | None
     grad_clip_norm: float
     param_as_bucket_view: bool
@@ -56,7 +56,7 @@ class Settings:
                 f"lr_scheduler_fn is {type(self.lr_scheduler_fn).__name__}; it must be a function that takes an "
                 "optimizer and returns a scheduler, or None"
             )
-        if not isinstance(self.topology, (str, Topology)):
+        if not isinstance(self.topology, (str, Topology, FunctionOfTime)):
             raise ConfigurationError(
                 f"topology is {type(self.topology).__name__}; it must be a name ({', '.join(catalog.names())}) or a "
                 "decent_dp.Topology"
@@ -95,7 +95,7 @@ class Settings:
         """The scaler, unless it is disabled."""
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
-    def build_topology(self, layout: Layout) -> Topology:
+    def build_topology(self, layout: Layout) -> AnyTopology:
         """Return the topology for a layout.
 
         Raises:

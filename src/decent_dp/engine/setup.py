@@ -60,7 +60,9 @@ def set_up(
     topology, names = agree(communicator, plan)
     parameters = dict(model.named_parameters())
     devices = {tensor.device for tensor in [*parameters.values(), *model.buffers()]}
-    communicator.prepare(topology.cliques(), sorted(devices, key=str))
+    is_on_cpu = all(device.type == "cpu" for device in devices)
+    cliques = [c for c in topology.cliques() if not (is_on_cpu and topology.layout.are_apart_or_together(c))]
+    communicator.prepare(cliques, sorted(devices, key=str))
     buckets = tuple(
         Bucket(index, members, [parameters[name] for name in members], settings) for index, members in enumerate(names)
     )

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decent_dp.engine.arithmetic import cast
 from decent_dp.engine.bucket import Bucket
-from decent_dp.engine.exchange import Arrived, cast, finish
+from decent_dp.engine.exchange import Arrived, finish
 from decent_dp.engine.replica import Replica
 from decent_dp.errors import TrainingError
 from decent_dp.topology import Idle
 
 State = dict[str, Any]
+
+_TRAVELS = ("received", "sent", "remainder")
 
 
 @torch.no_grad()
@@ -50,8 +53,14 @@ def capture(replica: Replica) -> State:
                 "weight": arrived.weight,
                 "received": {},
                 "sent": {},
+                "remainder": {},
             }
-            for key, flat in (("received", arrived.received), ("sent", arrived.sent)):
+            remainder = None
+            if arrived.remainder is not None:
+                begin, part = arrived.remainder
+                remainder = torch.zeros_like(bucket.storage.flat)
+                remainder[begin : begin + part.numel()] = part
+            for key, flat in (("received", arrived.received), ("sent", arrived.sent), ("remainder", remainder)):
                 if flat is not None:
                     views = bucket.storage.views(flat)
                     exchange[key] |= {name: v.clone() for name, v in zip(bucket.names, views, strict=True)}
@@ -85,7 +94,7 @@ def rename(state: State, names: Mapping[str, str]) -> None:
     for key in ("optimizer", "schedulers"):
         state[key] = moved(state[key]) or {name: _fresh(value) for name, value in state[key].items()}
     if state["exchange"] is not None:
-        state["exchange"] |= {key: moved(state["exchange"][key]) for key in ("received", "sent")}
+        state["exchange"] |= {key: moved(state["exchange"][key]) for key in _TRAVELS}
 
 
 def _fresh(value: Any) -> Any:
@@ -182,8 +191,8 @@ def _to_groups(parts: list[Any]) -> Any:
 
 def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arrived | None:
     """Lay out what had arrived as the bucket is now; for parameters without, it is as if nothing had moved."""
-    received, sent = (
-        {name: exchange[key][name] for name in bucket.names if name in exchange[key]} for key in ("received", "sent")
+    received, sent, remainder = (
+        {name: exchange[key][name] for name in bucket.names if name in exchange[key]} for key in _TRAVELS
     )
     if not received:
         return None
@@ -192,8 +201,8 @@ def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arri
     if sent:  # the same value on both sides, so that their difference is nothing
         own = cast(own, torch.empty_like(own, dtype=_real(sent)))
 
-    def lay_out(pieces: dict[str, Tensor]) -> Tensor:
-        flat = own.to(_real(pieces), copy=True)
+    def lay_out(pieces: dict[str, Tensor], otherwise: Tensor) -> Tensor:
+        flat = otherwise.to(_real(pieces), copy=True)
         for name, view in zip(bucket.names, bucket.storage.views(flat), strict=True):
             if name in pieces:
                 assert view.shape == pieces[name].shape, name
@@ -205,9 +214,10 @@ def _restore_exchange(replica: Replica, bucket: Bucket, exchange: State) -> Arri
     return Arrived(
         step=exchange["step"],
         plan=plan,
-        received=lay_out(received),
+        received=lay_out(received, own),
         weight=exchange["weight"],
-        sent=lay_out(sent) if sent else None,
+        sent=lay_out(sent, own) if sent else None,
+        remainder=(0, lay_out(remainder, torch.zeros_like(own))) if remainder else None,
     )
 
 

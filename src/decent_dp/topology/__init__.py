@@ -2,7 +2,7 @@
 
 A :class:`Round` is a sparse matrix over the workers, a :class:`Topology` a cycle of rounds; what one worker
 does in a round (its plan) is derived from the matrix. Builders are functions from a :class:`Layout` to a
-topology, and a table finds them by name.
+topology, and a table finds them by name. A topology without a cycle is a :class:`FunctionOfTime`.
 
 Example:
     >>> topology = build("exp", Layout(num_workers=4, workers_per_node=2))
@@ -14,34 +14,50 @@ Example:
 """
 
 from decent_dp.topology.alternating import alternating_exp_ring
+from decent_dp.topology.base_graph import base_graph
 from decent_dp.topology.catalog import build, names, register
 from decent_dp.topology.complete import complete
-from decent_dp.topology.custom import from_edges, from_matrices
+from decent_dp.topology.custom import from_edges, from_function, from_matrices
 from decent_dp.topology.drawing import draw
+from decent_dp.topology.function_of_time import AnyTopology, FunctionOfTime
+from decent_dp.topology.hierarchical import hierarchical
 from decent_dp.topology.layout import Layout
 from decent_dp.topology.one_peer import exp, ring
-from decent_dp.topology.plans import Average, Idle, Plan, Swap, plan_of
+from decent_dp.topology.plans import Average, Idle, Plan, Sharded, Swap, plan_of
+from decent_dp.topology.random_matching import random_matching
 from decent_dp.topology.rounds import Round, Row
+from decent_dp.topology.static import hypercube, static_exp, static_ring, torus
 from decent_dp.topology.topology import Topology
 
 __all__ = [
+    "AnyTopology",
     "Average",
+    "FunctionOfTime",
     "Idle",
     "Layout",
     "Plan",
     "Round",
     "Row",
+    "Sharded",
     "Swap",
     "Topology",
     "alternating_exp_ring",
+    "base_graph",
     "build",
     "complete",
     "draw",
     "exp",
     "from_edges",
+    "from_function",
     "from_matrices",
+    "hierarchical",
+    "hypercube",
     "names",
     "plan_of",
+    "random_matching",
     "register",
     "ring",
+    "static_exp",
+    "static_ring",
+    "torus",
 ]

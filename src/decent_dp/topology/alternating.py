@@ -17,8 +17,9 @@ def alternating_exp_ring(layout: Layout) -> Topology:
     round (even) or in the first (odd). So from N = 4 on half of the pairs use the network in every round.
     Exact after the 2 log2 N rounds of a cycle. One node averages over its L workers in every round.
 
-    Cost: one collective a step over L or 2L workers, at most 2 (2L - 1) / (2L) copies of the model sent per
-    worker; as a ring, (2L - 1) / (2L) copies leave a node per step on average.
+    Cost: carried out on two levels (`decent_dp.topology.Sharded`), so that a joined node sends one copy of the
+    model to its partner, half a copy per step on average; a worker sends 2 (L - 1) / L copies inside its node
+    and 1/L across in a joined round.
 
     Args:
         layout: A power of two of nodes, any number of workers a node; with one worker a node, what would be
@@ -51,13 +52,10 @@ def alternating_exp_ring(layout: Layout) -> Topology:
     rounds = []
     counter = count()
     for level in range(N.bit_length() - 1):
-        halves: tuple[list[list[int]], list[list[int]]] = ([], [])
+        joined: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for j in range(N):
             partner = j ^ (1 << level)
             if j < partner:
-                first, second = list(layout.ranks_of(j)), list(layout.ranks_of(partner))
-                joined = 0 if next(counter) % 2 else 1
-                halves[joined].append(first + second)
-                halves[1 - joined].extend((first, second))
-        rounds += [Round.of_cliques(n, cliques) for cliques in halves]
-    return Topology("alternating-exp-ring", layout, tuple(rounds))
+                joined[0 if next(counter) % 2 else 1].append((j, partner))
+        rounds += [Round.of_cliques(N, pairs) for pairs in joined]
+    return Topology.two_level("alternating-exp-ring", layout, rounds)

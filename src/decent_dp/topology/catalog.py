@@ -1,25 +1,40 @@
 """The table of topologies: names to builders."""
 
 import difflib
+import re
 from collections.abc import Callable
 
 from decent_dp.errors import TopologyError
 from decent_dp.topology.alternating import alternating_exp_ring
+from decent_dp.topology.base_graph import base_graph
 from decent_dp.topology.complete import complete
+from decent_dp.topology.function_of_time import AnyTopology, FunctionOfTime
+from decent_dp.topology.hierarchical import hierarchical
 from decent_dp.topology.layout import Layout, check_layout
 from decent_dp.topology.one_peer import exp, ring
+from decent_dp.topology.random_matching import random_matching
+from decent_dp.topology.static import hypercube, static_exp, static_ring, torus
 from decent_dp.topology.topology import Topology
 
-_BUILDERS: dict[str, Callable[[Layout], Topology]] = {
+_BUILDERS: dict[str, Callable[[Layout], AnyTopology]] = {
     "alternating-exp-ring": alternating_exp_ring,
     "complete": complete,
     "exp": exp,
+    "hierarchical": hierarchical,
+    "hypercube": hypercube,
     "one-peer-exp": exp,
+    "random-matching": random_matching,
     "ring": ring,
+    "static-exp": static_exp,
+    "static-ring": static_ring,
+    "torus": torus,
 }
 
+_NUMBERED: dict[str, tuple[Callable[[Layout, int], AnyTopology], range]] = {"base": (base_graph, range(2, 10))}
+"""Families whose names end in a number, as ``base-2``: the builder, and the numbers listed; it takes others too."""
 
-def register(name: str, builder: Callable[[Layout], Topology], *, replace: bool = False) -> None:
+
+def register(name: str, builder: Callable[[Layout], AnyTopology], *, replace: bool = False) -> None:
     """Give a builder a name, on every worker alike.
 
     Args:
@@ -39,7 +54,7 @@ def register(name: str, builder: Callable[[Layout], Topology], *, replace: bool 
         raise TopologyError(f"topology name {name!r}: give a text without spaces around it")
     if not callable(builder):
         raise TopologyError(f"builder of topology {name!r} is {builder!r}; give a function from a Layout to a Topology")
-    if name in _BUILDERS and not replace:
+    if _find(name) is not None and not replace:
         raise TopologyError(
             f"topology name {name!r} is in use: choose another name, or pass replace=True to put the new "
             "builder in its place"
@@ -47,11 +62,11 @@ def register(name: str, builder: Callable[[Layout], Topology], *, replace: bool 
     _BUILDERS[name] = builder
 
 
-def build(name: str, layout: Layout) -> Topology:
+def build(name: str, layout: Layout) -> AnyTopology:
     """The topology of that name for these workers.
 
     Args:
-        name: One of :func:`names`.
+        name: One of :func:`names`, or ``base-`` and any whole number of at least 2.
         layout: The workers and nodes.
 
     Raises:
@@ -63,12 +78,13 @@ def build(name: str, layout: Layout) -> Topology:
     """
     if not isinstance(name, str):
         raise TopologyError(f"{name!r} is of type {type(name).__name__}; give the name of a topology: {_listed()}")
-    if name not in _BUILDERS:
-        near = difflib.get_close_matches(name.lower(), _BUILDERS, n=1)
+    builder = _find(name)
+    if builder is None:
+        near = difflib.get_close_matches(name.lower(), names(), n=1)
         hint = f", did you mean {near[0]!r}?" if near else "."
         raise TopologyError(f"unknown topology {name!r}{hint} Known are {_listed()}; register() adds your own")
-    topology = _BUILDERS[name](check_layout(layout))
-    if not isinstance(topology, Topology):
+    topology = builder(check_layout(layout))
+    if not isinstance(topology, (Topology, FunctionOfTime)):
         raise TopologyError(
             f"the builder of topology {name!r} gave a {type(topology).__name__}; it must return a Topology"
         )
@@ -81,8 +97,20 @@ def build(name: str, layout: Layout) -> Topology:
 
 
 def names() -> tuple[str, ...]:
-    """All names :func:`build` knows, sorted."""
-    return tuple(sorted(_BUILDERS))
+    """All names :func:`build` knows, sorted; of ``base-2``, ``base-3``, ... without end the first few."""
+    numbered = (f"{family}-{number}" for family, (_, listed) in _NUMBERED.items() for number in listed)
+    return tuple(sorted({*_BUILDERS, *numbered}))
+
+
+def _find(name: str) -> Callable[[Layout], AnyTopology] | None:
+    """The builder of a name, or None."""
+    if name in _BUILDERS:
+        return _BUILDERS[name]
+    parsed = re.fullmatch(r"(.+)-(0|[1-9][0-9]{0,8})", name)
+    if parsed is None or parsed[1] not in _NUMBERED:
+        return None
+    builder, number = _NUMBERED[parsed[1]][0], int(parsed[2])
+    return lambda layout: builder(layout, number)
 
 
 def _listed() -> str:

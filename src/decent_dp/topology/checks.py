@@ -22,21 +22,29 @@ def check_rounds(name: str, num_workers: int, rounds: Sequence[Round], *, doubly
     if not rounds:
         raise TopologyError(f"topology {name!r} has no rounds: give at least one; Round.identity(n) mixes nothing")
     for index, round in enumerate(rounds):
-        where = f"topology {name!r}, round {index}"
-        if round.num_workers != num_workers:
-            n = round.num_workers
-            raise TopologyError(
-                f"{where}: the matrix is {n} x {n}, but the layout has {num_workers} workers; every round "
-                "needs one row and one column a worker"
-            )
-        columns = [0.0] * num_workers
-        for row, ranks in _owners(round).values():
-            _check_row(f"{where}, rank {ranks[0]}", row, num_workers)
-            for other, weight in row:
-                columns[other] += len(ranks) * weight
-        if doubly_stochastic:
-            _check_columns(where, columns)
+        check_round(f"topology {name!r}, round {index}", num_workers, round, doubly_stochastic=doubly_stochastic)
     _check_connected(name, num_workers, rounds)
+
+
+def check_round(where: str, num_workers: int, round: Round, *, doubly_stochastic: bool) -> None:
+    """Refuse one round that is no mixing of ``num_workers`` workers; messages begin with ``where``.
+
+    Raises:
+        TopologyError: Naming the rank and the number found.
+    """
+    if round.num_workers != num_workers:
+        n = round.num_workers
+        raise TopologyError(
+            f"{where}: the matrix is {n} x {n}, but the layout has {num_workers} workers; every round "
+            "needs one row and one column a worker"
+        )
+    columns = [0.0] * num_workers
+    for row, ranks in _owners(round).values():
+        _check_row(f"{where}, rank {ranks[0]}", row, num_workers)
+        for other, weight in row:
+            columns[other] += len(ranks) * weight
+    if doubly_stochastic:
+        _check_columns(where, columns)
 
 
 def _owners(round: Round) -> dict[int, tuple[Row, list[int]]]:

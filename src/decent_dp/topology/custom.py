@@ -1,13 +1,14 @@
-"""Topologies of the user's own matrices or weighted pairs."""
+"""Topologies of the user's own matrices, weighted pairs or function of the step."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index as whole
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from decent_dp.errors import TopologyError
+from decent_dp.topology.function_of_time import FunctionOfTime
 from decent_dp.topology.layout import Layout, check_layout
 from decent_dp.topology.rounds import Round, Row
 from decent_dp.topology.topology import Topology
@@ -96,6 +97,49 @@ def from_edges(
     check_layout(layout)
     rounds = (_round_of(edges, layout, f"topology {name!r}, round {t}") for t, edges in enumerate(rounds_of_edges))
     return Topology(name, layout, tuple(rounds))
+
+
+def from_function(
+    name: str,
+    layout: Layout,
+    fn: Callable[[int], Round],
+    *,
+    cliques: Iterable[Iterable[int]] = (),
+    doubly_stochastic: bool = True,
+) -> FunctionOfTime:
+    """The topology that plays the round ``fn(t)`` in step t, without a cycle.
+
+    Each round is made and checked when it is first asked for. That the rounds connect all workers is not checked.
+
+    Cost: as the rounds of :func:`from_matrices`; making and checking a round takes time in proportion to its
+    weights, on every worker and once a step.
+
+    Args:
+        name: What messages call the topology.
+        layout: The workers and nodes.
+        fn: Gives the round of step t, counted from 0. It depends on t alone and gives equal rounds on all workers,
+            in every run, so whatever is random in it is seeded with t. It is called in any order, more than once
+            for a step.
+        cliques: Every set of three or more ranks that averages together with one weight in some round. Groups are
+            made of them when a model is wrapped; a round with another clique is refused. Pairs need no name.
+        doubly_stochastic: Whether columns must sum to 1 as rows must, which keeps the mean of the replicas.
+
+    Raises:
+        TopologyError: Naming the step and the rank, here for round 0 and for the others when they are played.
+
+    Example:
+        >>> from decent_dp.topology import draw
+        >>> def shifts(t: int) -> Round:
+        ...     return Round.of_matrix((np.eye(5) + np.roll(np.eye(5), 1 + t * t % 3, axis=0)) / 2)
+        >>> print(draw(from_function("shifts", Layout(5, 1), shifts), num_rounds=2))
+        0: 0>1 1>2 2>3 3>4 4>0
+        1: 0>2 1>3 2>4 3>0 4>1
+
+    References:
+        Boyd, Ghosh, Prabhakar and Shah, Randomized gossip algorithms, IEEE Transactions on Information Theory 52
+        (2006), 2508-2530, for rounds drawn at random.
+    """
+    return FunctionOfTime(name, layout, fn, cliques, doubly_stochastic)  # type: ignore[arg-type]  # made tuples there
 
 
 def _round_of(edges: Iterable[tuple[int, int, float]], layout: Layout, where: str) -> Round:

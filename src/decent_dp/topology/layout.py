@@ -1,5 +1,6 @@
 """How many workers there are and how many share a node."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import index
 
@@ -52,6 +53,10 @@ class Layout:
         if not 0 <= node < self.num_nodes:
             raise TopologyError(f"node {node}: the nodes of this layout are 0 to {self.num_nodes - 1}")
         return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
+
+    def are_apart_or_together(self, ranks: Collection[int]) -> bool:
+        """Whether no two of these workers share a node, or all of them do."""
+        return len({self.node_of(rank) for rank in ranks}) in (1, len(ranks))
 
 
 def _count(name: str, value: object) -> int:

@@ -7,7 +7,7 @@ with which weight, so that carrying out the plans of all workers multiplies by W
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -29,10 +29,13 @@ class Average:
     Args:
         ranks: The clique, three or more workers, ascending.
         weight: Weight of the clique's mean; exactly 1.0 when all weights in the clique are equal.
+        in_shards: Whether every member can average a part for all others without more traffic between nodes than a
+            ring has: no two members share a node, or all do.
     """
 
     ranks: tuple[int, ...]
     weight: float
+    in_shards: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,24 @@ class Swap:
         return Swap, (self.send_to, dict(self.receive_from))  # a read-only view cannot be pickled
 
 
-Plan: TypeAlias = Idle | Average | Swap
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Two levels: ``x <- (1 - sum of weights) m + sum_j weight_j m_j``, m being the mean over this worker's node.
+
+    Each worker owns an equal part of the parameters, its shard. It averages the shard over its node, exchanges the
+    mean with the owners of the same shard on other nodes, and hands the result to its node. What leaves a node is one
+    copy of the model for each node it sends to, however many workers it has.
+
+    Args:
+        ranks: The workers of the node, two or more, ascending.
+        across: What the owner does with its shard: a swap with workers of other nodes, or nothing.
+    """
+
+    ranks: tuple[int, ...]
+    across: Swap | Idle
+
+
+Plan: TypeAlias = Idle | Average | Swap | Sharded
 
 
 def plan_of(round: Round, rank: int) -> Plan:
@@ -91,6 +111,33 @@ def plan_of(round: Round, rank: int) -> Plan:
     send_to = tuple(i for i, other in enumerate(round.rows) if i != rank and _gives_weight_to(other, rank))
     receive_from = {j: weight for j, weight in row if j != rank}
     return Swap(send_to, receive_from) if send_to or receive_from else Idle()
+
+
+def sharded_plan_of(between: Round, rank: int, workers_per_node: int) -> Plan:
+    """What worker ``rank`` does on two levels; with one worker a node, what its node does.
+
+    Args:
+        between: The mixing step of all nodes.
+        rank: The worker.
+        workers_per_node: L; worker i is on node i // L.
+
+    Example:
+        >>> sharded_plan_of(Round.of_cliques(2, [(0, 1)]), 1, workers_per_node=2)
+        Sharded(ranks=(0, 1), across=Swap(send_to=(3,), receive_from=mappingproxy({3: 0.5})))
+    """
+    L = workers_per_node
+    node, local_rank = divmod(rank, L)
+    plan = plan_of(between, node)
+    if L == 1:
+        return plan
+    if isinstance(plan, Average):
+        others = tuple(other for other in plan.ranks if other != node)
+        plan = Swap(others, dict.fromkeys(others, plan.weight / len(plan.ranks)))
+    if isinstance(plan, Swap):
+        receive_from = {other * L + local_rank: weight for other, weight in plan.receive_from.items()}
+        plan = Swap(tuple(other * L + local_rank for other in plan.send_to), receive_from)
+    assert isinstance(plan, (Swap, Idle))
+    return Sharded(tuple(range(node * L, node * L + L)), plan)
 
 
 def cliques_of(round: Round) -> tuple[Average, ...]:

@@ -92,6 +92,22 @@ class Round:
             rows.append(same.setdefault(row, row))
         return cls(tuple(rows))
 
+    def spread(self, workers_per_node: int) -> "Round":
+        """The round of all workers, of one between nodes: each node has the mean of its workers to give.
+
+        Its matrix is the Kronecker product of this one and of the mean over L workers, node by node.
+
+        Example:
+            >>> Round.of_cliques(2, [(0, 1)]).spread(2).matrix()[0]
+            array([0.25, 0.25, 0.25, 0.25])
+        """
+        L = workers_per_node
+        wide: dict[int, Row] = {}
+        for row in self.rows:
+            if id(row) not in wide:
+                wide[id(row)] = tuple((node * L + k, weight / L) for node, weight in row for k in range(L))
+        return Round(tuple(wide[id(row)] for row in self.rows for _ in range(L)))
+
     @property
     def num_workers(self) -> int:
         """Workers in all."""

@@ -2,12 +2,13 @@
 
 import hashlib
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from decent_dp.errors import TopologyError
 from decent_dp.topology.checks import check_rounds
 from decent_dp.topology.layout import Layout
-from decent_dp.topology.plans import Plan, cliques_of, plan_of
+from decent_dp.topology.plans import Average, Plan, cliques_of, plan_of, sharded_plan_of
 from decent_dp.topology.rounds import Round
 
 
@@ -21,6 +22,7 @@ class Topology:
         rounds: The cycle.
         doubly_stochastic: Whether the columns of every round sum to 1 as the rows do, so that mixing leaves
             the mean of the replicas unchanged. False accepts rounds of which only the rows sum to 1.
+        between: Made by `two_level`: the rounds between nodes, which are then carried out in shards.
 
     Raises:
         TopologyError: A round is no mixing of these workers, or the cycle does not connect them; the message
@@ -37,11 +39,34 @@ class Topology:
     layout: Layout
     rounds: tuple[Round, ...] = field(repr=False)
     doubly_stochastic: bool = True
+    between: tuple[Round, ...] | None = field(default=None, repr=False)
     _plans: dict[tuple[int, int], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounds", tuple(self.rounds))
         check_rounds(self.name, self.layout.num_workers, self.rounds, doubly_stochastic=self.doubly_stochastic)
+
+    @classmethod
+    def two_level(
+        cls, name: str, layout: Layout, between: Sequence[Round], *, doubly_stochastic: bool = True
+    ) -> "Topology":
+        """A cycle of rounds between nodes, in which each node takes part with the mean of its workers.
+
+        Every worker moves a shard, 1/L of the parameters: see `decent_dp.topology.Sharded`.
+
+        Args:
+            name: What messages call it.
+            layout: The workers and nodes.
+            between: One row a node.
+            doubly_stochastic: As for the class.
+
+        Example:
+            >>> pair = Topology.two_level("pair", Layout(4, 2), [Round.of_cliques(2, [(0, 1)])])
+            >>> pair.plan_at(0, 1).ranks, pair.plan_at(0, 1).across.send_to
+            ((0, 1), (3,))
+        """
+        rounds = tuple(round.spread(layout.workers_per_node) for round in between)
+        return cls(name, layout, rounds, doubly_stochastic, tuple(between))
 
     @property
     def num_rounds(self) -> int:
@@ -60,12 +85,19 @@ class Topology:
             )
         key = (self._index(t), rank)
         plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = plan_of(self.rounds[key[0]], rank)
+        if plan is None and self.between is not None:
+            plan = self._plans[key] = sharded_plan_of(self.between[key[0]], rank, self.layout.workers_per_node)
+        elif plan is None:
+            plan = plan_of(self.rounds[key[0]], rank)
+            if isinstance(plan, Average):
+                plan = replace(plan, in_shards=self.layout.are_apart_or_together(plan.ranks))
+            self._plans[key] = plan
         return plan
 
     def cliques(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every distinct clique that averages together, in one order on all workers."""
+        if self.between is not None and self.layout.workers_per_node > 1:
+            return ()
         return tuple(sorted({average.ranks for round in self.rounds for average in cliques_of(round)}))
 
     def fingerprint(self) -> str:
@@ -76,7 +108,7 @@ class Topology:
             '86243f1eba64cf60'
         """
         head = (self.name, self.layout.num_workers, self.layout.workers_per_node, self.doubly_stochastic)
-        whole = hashlib.sha256(repr(head).encode())
+        whole = hashlib.sha256(repr(head if self.between is None else (*head, "two-level")).encode())
         known: dict[int, bytes] = {}  # workers that share a row share its digest
         for round in self.rounds:
             for row in round.rows:
