@@ -95,22 +95,32 @@ LEGEND = (
 
 def as_text(result: Result) -> str:
     """The table for a terminal."""
-    lines = table(result)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-    aligned = [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
-        for cells in (list(zip(line, widths, strict=True)) for line in lines)
-    ]
     facts = [f"{name}: {value}" for name, value in result.facts.items()]
-    return "\n".join([result.title, *facts, "", *aligned, "", LEGEND])
+    return "\n".join([result.title, *facts, "", *aligned(table(result)), "", LEGEND])
 
 
 def as_markdown(result: Result, picture: str) -> str:
     """The report."""
-    head, *lines = table(result)
-    rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *lines)]
-    facts = [f"- {name}: {value}" for name, value in result.facts.items()]
-    parts = [f"# {result.title}", "", *facts, "", f"    {result.command}", "", *rows, "", LEGEND, "", f"![]({picture})"]
+    return markdown(result.title, result.facts, result.command, table(result), LEGEND, picture)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table for a terminal: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(cells))
+        for cells in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+
+
+def markdown(
+    title: str, facts: Mapping[str, Any], command: str, lines: Sequence[Sequence[str]], legend: str, picture: str
+) -> str:
+    """A report: facts, command, table with its head in the first line, legend, picture."""
+    head, *rest = lines
+    rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *rest)]
+    listed = [f"- {name}: {value}" for name, value in facts.items()]
+    parts = [f"# {title}", "", *listed, "", f"    {command}", "", *rows, "", legend, "", f"![]({picture})"]
     return "\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ from decent_dp.errors import (
     UnusableError,
 )
 from decent_dp.startup import initialize_dist
-from decent_dp.topology import Layout, Topology, from_edges, from_matrices
+from decent_dp.topology import Layout, Topology, from_edges, from_function, from_matrices
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "TrainingError",
     "UnusableError",
     "from_edges",
+    "from_function",
     "from_matrices",
     "initialize_dist",
 ]

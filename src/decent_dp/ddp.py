@@ -27,7 +27,7 @@ from decent_dp.engine.training_state import capture, rename, restore
 from decent_dp.errors import ConfigurationError, ModelChangedError, TrainingError
 from decent_dp.join import Joins
 from decent_dp.startup import default_workers_per_node
-from decent_dp.topology import Topology
+from decent_dp.topology import AnyTopology
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,7 +48,8 @@ class DecentralizedDataParallel(nn.Module):
         optim_fn: Called once per bucket with (name, parameter) pairs, returns an optimizer; for example
             ``functools.partial(torch.optim.AdamW, lr=1e-3)`` or a factory of `decent_dp.optim`.
         lr_scheduler_fn: Called once per optimizer, returns its learning-rate scheduler, which ticks once per update.
-        topology: Name of a topology (`decent_dp.topology.catalog.names`) or a `Topology` for this number of workers.
+        topology: Name of a topology (`decent_dp.topology.catalog.names`) or a `Topology`, or what
+            `from_function` returns, for this number of workers.
         scaler: Scaler of the loss, for float16 autocast. A worker whose gradients overflow skips its update and still
             mixes.
         grad_clip_norm: Largest global 2-norm of the gradient, as `torch.nn.utils.clip_grad_norm_`; 0 does not clip.
@@ -88,7 +89,7 @@ class DecentralizedDataParallel(nn.Module):
         model: nn.Module,
         optim_fn: OptimizerFactory,
         lr_scheduler_fn: SchedulerFactory | None = None,
-        topology: str | Topology = "complete",
+        topology: str | AnyTopology = "complete",
         scaler: GradScaler | None = None,
         grad_clip_norm: float = 0.0,
         param_as_bucket_view: bool = True,

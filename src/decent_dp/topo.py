@@ -12,7 +12,7 @@ from typing import ClassVar, NoReturn, TypeVar
 from decent_dp import topology
 from decent_dp.engine.pre_average import Edge
 from decent_dp.errors import TopologyError
-from decent_dp.topology import Average, Idle, Layout, Round, Swap
+from decent_dp.topology import Average, Idle, Layout, Round, Swap, plan_of
 
 __all__ = ["Edge", "Topology", "TopologyReg"]
 
@@ -99,7 +99,7 @@ class TopologyReg:
                         "it: choose another name"
                     )
                 _logger.warning("topology %r is now %s, no longer the built-in one", name, cls.__name__)
-            topology.register(name, _builder(name, cls), replace=holder is not None)
+            topology.register(name, _builder(name, cls), replace=holder is not None or name not in topology.names())
             TopologyReg.registry[name] = cls
             return cls
 
@@ -214,20 +214,24 @@ class _BuiltIn(Topology):
     def _get_topo_edges(self) -> list[list[Edge]]:
         layout = Layout(self._world_size, self._local_world_size)
         built = topology.build(self._name, layout)
+        if built.num_rounds is None:
+            raise TopologyError(
+                f"{self._name!r} has no cycle whose edges could be listed; use decent_dp.topology.build and its rounds"
+            )
         return [list({edge.ranks: edge for edge in _edges(built, t)}.values()) for t in range(built.num_rounds)]
 
 
-def _edges(built: topology.Topology, t: int) -> Iterable[Edge]:
+def _edges(built: topology.AnyTopology, t: int) -> Iterable[Edge]:
     for rank in range(built.layout.num_workers):
-        plan = built.plan_at(t, rank)
+        plan = plan_of(built.round_at(t), rank)
         if isinstance(plan, Average):
             k = len(plan.ranks)
             yield Edge(plan.ranks, 1 - plan.weight * (k - 1) / k)
         elif isinstance(plan, Swap):
             if len(plan.send_to) != 1 or plan.send_to != tuple(plan.receive_from):
                 raise TopologyError(
-                    f"{built.name!r} for {built.layout.num_workers} workers is directed, and edges have no "
-                    "direction; use decent_dp.topology.build and its rounds"
+                    f"{built.name!r} for {built.layout.num_workers} workers is directed or gives a worker several "
+                    "partners, and neither can be said with edges; use decent_dp.topology.build and its rounds"
                 )
             yield Edge(tuple(sorted((rank, *plan.send_to))), 1 - plan.receive_from[plan.send_to[0]])
         else:

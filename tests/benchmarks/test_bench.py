@@ -136,7 +136,10 @@ def test_limits() -> None:
     assert limits.host_bytes("ours:exp:bf16", mib, 4, 1) == mib / 2
     assert limits.host_bytes("package:complete", mib, 4, 1) == 1.5 * mib
     assert limits.host_bytes("ours:ring", mib, 4, 2) == mib  # two workers cross in every second round
-    assert limits.host_bytes("ours:alternating-exp-ring", mib, 4, 2) == 0.75 * mib  # hosts cross in turns
+    assert limits.host_bytes("package:alternating-exp-ring", mib, 4, 2) == 0.75 * mib  # hosts cross in turns
+    assert limits.host_bytes("ours:alternating-exp-ring", mib, 4, 2) == 0.5 * mib
+    assert limits.host_bytes("ours:hierarchical:bf16", mib, 4, 2) == mib / 2
+    assert limits.host_bytes("ours:complete", mib, 4, 1) == 1.5 * mib
 
 
 def test_sides_that_a_layout_cannot_have_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

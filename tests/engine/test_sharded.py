@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from decent_dp import DecentralizedDataParallel
-from decent_dp.topology import Layout, Sharded, Topology, build, from_edges, hierarchical, static_ring
+from decent_dp.errors import TopologyError
+from decent_dp.topology import Layout, Sharded, build, from_edges, hierarchical, static_ring
 from virtual import stack, wrap_virtual
 
 SIZES = (50, 1, 3, 17)
@@ -142,7 +143,17 @@ def test_processes_give_bit_for_bit_what_virtual_workers_give(pool, topology, wi
         assert torch.equal(results, stack(models))
 
 
-def test_two_levels_of_two_levels_are_refused():
-    two = Topology.two_level("two", Layout(4, 2), hierarchical(Layout(2, 1)).rounds)
-    with pytest.raises(Exception, match="two levels already"):
-        hierarchical(Layout(8, 2), lambda nodes: two)
+@pytest.mark.parametrize("outer", ["ring", "alternating-exp-ring", "base-2"])
+def test_any_topology_with_a_cycle_may_be_between_the_nodes(outer):
+    layout = Layout(8, 2)
+    topology = build(f"hierarchical(complete, {outer})", layout)
+    assert topology.name == f"hierarchical({outer})"
+    between = build(outer, Layout(4, 1))
+    for t in range(between.num_rounds):
+        inside = torch.full((2, 2), 0.5, dtype=torch.float64)
+        expected = torch.kron(torch.from_numpy(between.round_at(t).matrix()), inside)
+        torch.testing.assert_close(torch.from_numpy(topology.round_at(t).matrix()), expected)
+    with pytest.raises(TopologyError, match="no cycle"):
+        build("hierarchical(random-matching)", layout)
+    with pytest.raises(TopologyError, match="unknown topology"):
+        build("hierarchical(rign)", layout)

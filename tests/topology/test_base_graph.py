@@ -99,3 +99,8 @@ def test_the_last_part_averages_inside_its_pieces_from_its_turn_on() -> None:
     for t in (4, 5):
         assert topology.plan_at(t, 100) == Average((100, 101, 102, 103, 104), 1.0)
         assert topology.plan_at(t, 109) == Average((105, 106, 107, 108, 109), 1.0)
+
+
+def test_of_equally_few_factors_the_most_even_ones_are_taken() -> None:
+    sizes = [len(round.rows[0]) for round in base_graph(Layout(12, 1), 6).rounds]
+    assert sizes == [3, 4]  # not 2 and 6

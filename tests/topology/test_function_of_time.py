@@ -38,6 +38,10 @@ def test_cliques_are_named_beforehand() -> None:
     topology = from_function("halves", Layout(6, 3), halves, cliques=[(5, 3, 4), [0, 1, 2], range(3)])
     assert topology.cliques() == ((0, 1, 2), (3, 4, 5))
     assert topology.plan_at(1, 4) == Average((3, 4, 5), 1.0)
+    for layout, is_sharded in ((Layout(6, 3), True), (Layout(6, 2), False), (Layout(6, 1), True)):
+        plan = from_function("halves", layout, halves, cliques=topology.cliques()).plan_at(1, 4)
+        assert isinstance(plan, Average)
+        assert plan.in_shards is is_sharded
     forgetful = from_function("halves", Layout(6, 3), halves, cliques=[(0, 1, 2)])
     assert forgetful.plan_at(0, 3) == Swap((0,), {0: 0.5})
     with pytest.raises(TopologyError, match=r"'halves', step 1: ranks \(3, 4, 5\).*cliques=.*pairs"):

@@ -186,7 +186,9 @@ def test_questions_out_of_range_are_refused() -> None:
 
 
 def test_cliques_come_once_and_in_order() -> None:
-    topology = alternating_exp_ring(Layout(16, 4))
+    two_level = alternating_exp_ring(Layout(16, 4))
+    assert two_level.cliques() == ()  # carried out in shards
+    topology = Topology("one level", two_level.layout, two_level.rounds)
     nodes = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
     pairs = [nodes[i] + nodes[j] for i, j in ((0, 1), (2, 3), (0, 2), (1, 3))]
     assert topology.cliques() == tuple(sorted(nodes + pairs))

@@ -16,7 +16,7 @@ from decent_dp.engine.settings import Settings
 from decent_dp.engine.step import step
 from decent_dp.engine.whole_model import WholeModel, decide
 from decent_dp.errors import TrainingError, UnusableError
-from decent_dp.topology import Plan, Topology
+from decent_dp.topology import AnyTopology, Plan
 
 
 class Replica:
@@ -43,7 +43,7 @@ class Replica:
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
-        topology: Topology,
+        topology: AnyTopology,
         communicator: Communicator,
         watch: ParameterWatch,
         settings: Settings,

@@ -16,7 +16,7 @@ from decent_dp.engine.bucketing import plan_buckets
 from decent_dp.engine.guards import check_module, check_optimizer
 from decent_dp.engine.settings import Settings
 from decent_dp.engine.storage import dense_strides
-from decent_dp.topology import Layout, Topology
+from decent_dp.topology import AnyTopology, Layout
 
 
 def set_up(
@@ -25,7 +25,7 @@ def set_up(
     workers_per_node: int,
     communicator: Communicator,
     trained_before: Collection[int] | None = None,
-) -> tuple[Topology, tuple[Bucket, ...]]:
+) -> tuple[AnyTopology, tuple[Bucket, ...]]:
     """Build topology, groups, buckets and optimizers; a collective call of all workers.
 
     Args:
@@ -43,7 +43,7 @@ def set_up(
         ConfigurationError: On all workers; `MismatchError` on those where nothing is wrong.
     """
 
-    def plan() -> tuple[Facts, tuple[Topology, list[list[str]]]]:
+    def plan() -> tuple[Facts, tuple[AnyTopology, list[list[str]]]]:
         """Everything that changes nothing."""
         settings.check()
         check_module(
@@ -100,7 +100,9 @@ def _name_buckets(model: nn.Module, capacity_bytes: int) -> list[list[str]]:
     return [[trainable[index][0] for index in members] for members in plan_buckets(sizes, kinds, capacity_bytes)]
 
 
-def _facts(model: nn.Module, layout: Layout, topology: Topology, names: list[list[str]], settings: Settings) -> Facts:
+def _facts(
+    model: nn.Module, layout: Layout, topology: AnyTopology, names: list[list[str]], settings: Settings
+) -> Facts:
     """What must be equal on all workers, in the order in which a difference is best explained."""
     return [
         ("the layout", f"{layout.num_workers} workers, {layout.workers_per_node} a node"),

@@ -11,7 +11,7 @@ The keys of the state:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,16 @@ _TRAVELS = ("received", "sent", "remainder")
 
 
 @torch.no_grad()
-def capture(replica: Replica) -> State:
-    """Return the training state of this worker; tensors are copies.
+def capture(replica: Replica, *, copy: bool = True) -> State:
+    """Return the training state of this worker.
 
     Waits until the exchange in flight has arrived; it stays to be mixed by the next step.
+
+    Args:
+        replica: Of this worker.
+        copy: Whether tensors are copies; else they change with the next step.
     """
+    take = _copy if copy else _keep
     state: State = {
         "step": replica.t,
         "strength": replica.strength,
@@ -44,7 +49,7 @@ def capture(replica: Replica) -> State:
         "exchange": None,
     }
     for bucket in replica.buckets:
-        _capture_optimizer(bucket, state)
+        _capture_optimizer(bucket, state, take)
         with replica.fails_on_error():
             arrived = bucket.exchange = finish(bucket)
         if arrived is not None:
@@ -63,7 +68,7 @@ def capture(replica: Replica) -> State:
             for key, flat in (("received", arrived.received), ("sent", arrived.sent), ("remainder", remainder)):
                 if flat is not None:
                     views = bucket.storage.views(flat)
-                    exchange[key] |= {name: v.clone() for name, v in zip(bucket.names, views, strict=True)}
+                    exchange[key] |= {name: take(v) for name, v in zip(bucket.names, views, strict=True)}
     return state
 
 
@@ -101,7 +106,7 @@ def _fresh(value: Any) -> Any:
     return {**value, "state": {}} if isinstance(value, dict) and "options" in value else value
 
 
-def _capture_optimizer(bucket: Bucket, state: State) -> None:
+def _capture_optimizer(bucket: Bucket, state: State, take: Callable[[Any], Any]) -> None:
     names = {id(p): name for name, p in zip(bucket.names, bucket.parameters, strict=True)}
     num_groups = len(bucket.optimizer.param_groups)
     scheduler = None if bucket.scheduler is None else bucket.scheduler.state_dict()
@@ -110,7 +115,7 @@ def _capture_optimizer(bucket: Bucket, state: State) -> None:
         for parameter in group["params"]:
             name = names[id(parameter)]
             values = bucket.optimizer.state.get(parameter, {})
-            state["optimizer"][name] = {"state": _copy(values), "options": _copy(options)}
+            state["optimizer"][name] = {"state": take(values), "options": take(options)}
             if scheduler is not None:
                 state["schedulers"][name] = _of_group(scheduler, position, num_groups)
 
@@ -225,6 +230,10 @@ def _real(pieces: dict[str, Tensor]) -> torch.dtype:
     """The dtype of pieces of one bucket, that of the parts if they are complex."""
     dtype = next(iter(pieces.values())).dtype
     return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _keep(value: Any) -> Any:
+    return value
 
 
 def _copy(value: Any) -> Any:

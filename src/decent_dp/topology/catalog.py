@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable
+from functools import partial
 
 from decent_dp.errors import TopologyError
 from decent_dp.topology.alternating import alternating_exp_ring
@@ -66,7 +67,8 @@ def build(name: str, layout: Layout) -> AnyTopology:
     """The topology of that name for these workers.
 
     Args:
-        name: One of :func:`names`, or ``base-`` and any whole number of at least 2.
+        name: One of :func:`names`, or ``base-`` and any whole number of at least 2, or ``hierarchical(NAME)`` with
+            another of these between nodes (``hierarchical(complete, NAME)`` says the same).
         layout: The workers and nodes.
 
     Raises:
@@ -106,6 +108,10 @@ def _find(name: str) -> Callable[[Layout], AnyTopology] | None:
     """The builder of a name, or None."""
     if name in _BUILDERS:
         return _BUILDERS[name]
+    outer = re.fullmatch(r"hierarchical\((?:complete, *)?([^(),]+)\)", name)
+    between = None if outer is None else _find(outer[1])
+    if between is not None:
+        return partial(hierarchical, outer=between)
     parsed = re.fullmatch(r"(.+)-(0|[1-9][0-9]{0,8})", name)
     if parsed is None or parsed[1] not in _NUMBERED:
         return None

@@ -3,14 +3,14 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TypeAlias
 
 from decent_dp.errors import TopologyError
 from decent_dp.topology.checks import check_round
 from decent_dp.topology.layout import Layout, check_layout
-from decent_dp.topology.plans import Plan, cliques_of, plan_of
+from decent_dp.topology.plans import Average, Plan, cliques_of, plan_of
 from decent_dp.topology.rounds import Round
 from decent_dp.topology.topology import Topology
 
@@ -87,7 +87,10 @@ class FunctionOfTime:
         round, plans = self._at(t)
         plan = plans.get(rank)
         if plan is None:
-            plan = plans[rank] = plan_of(round, rank)
+            plan = plan_of(round, rank)
+            if isinstance(plan, Average):
+                plan = replace(plan, in_shards=self.layout.are_apart_or_together(plan.ranks))
+            plans[rank] = plan
         return plan
 
     def cliques(self) -> tuple[tuple[int, ...], ...]:

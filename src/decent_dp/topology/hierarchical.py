@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from decent_dp.errors import TopologyError
+from decent_dp.topology.function_of_time import AnyTopology
 from decent_dp.topology.layout import Layout
 from decent_dp.topology.one_peer import exp
 from decent_dp.topology.topology import Topology
 
 
-def hierarchical(layout: Layout, outer: Callable[[Layout], Topology] = exp) -> Topology:
+def hierarchical(layout: Layout, outer: Callable[[Layout], AnyTopology] = exp) -> Topology:
     """Any topology over the nodes, each node taking part with the mean of its workers.
 
     ``W = W_outer kron J_L``, J_L being the mean over the L workers of a node. It converges as ``outer`` does on N
@@ -32,7 +33,10 @@ def hierarchical(layout: Layout, outer: Callable[[Layout], Topology] = exp) -> T
         workers of a node act as one.
     """
     between = outer(Layout(layout.num_nodes, 1))
-    if between.between is not None and between.layout.workers_per_node > 1:
-        raise TopologyError(f"hierarchical over {between.name!r}: it has two levels already; give one with one level")
-    name = f"hierarchical({between.name})"
-    return Topology.two_level(name, layout, between.rounds, doubly_stochastic=between.doubly_stochastic)
+    if not isinstance(between, Topology):
+        raise TopologyError(
+            f"hierarchical over {between.name!r}: it has no cycle of rounds; give one that has, such as 'exp'"
+        )
+    return Topology.two_level(
+        f"hierarchical({between.name})", layout, between.rounds, doubly_stochastic=between.doubly_stochastic
+    )
