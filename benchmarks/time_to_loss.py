@@ -39,6 +39,7 @@ from benchmarks.limits import host_bytes
 from benchmarks.record import provenance
 
 REPORTS = ROOT / "benchmarks" / "reports"
+_TASK = Task()
 SIDES = ("ours:exp", "ours:exp:bf16", "ddp", "ddp-fp16")
 COLORS = ("#1f4e79", "#4fa3d1", "#c8553d", "#eda35a")
 QUICK = {"target": 3.9, "seeds": 2, "steps": 12, "every": 4, "windows": 8, "rate_mbit": 400.0, "width": 32}

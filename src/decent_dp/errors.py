@@ -7,6 +7,7 @@
     │   └── MismatchError                   the workers passed different things
     └── TrainingError (RuntimeError)        what happened while training
         ├── ModelChangedError               a parameter was replaced, converted or used by another optimizer
+        ├── CheckpointError                 a checkpoint could not be written, or cannot be read
         ├── ExchangeError                   another worker died, hung or is at another step
         └── UnusableError                   an earlier error left the model half-stepped
 
@@ -41,6 +42,10 @@ class TrainingError(DecentDPError, RuntimeError):
 
 class ModelChangedError(TrainingError):
     """A parameter was replaced, converted or handed to another optimizer after wrapping."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written, or cannot be read; training can go on."""
 
 
 class ExchangeError(TrainingError):

@@ -24,20 +24,21 @@ Weight decay: `AccumAdam` adds it to the gradient, g ← g + λ x, in every line
 first, x ← (1 - η λ) x.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from decent_dp.optim.fused import is_dense, is_plain, supports_fused
+from decent_dp.optim.fused import fused_adam, is_dense, is_plain, supports_fused
 
-# [Note: pieces] The four parts of a step touch x, g, M, V, b and the scratch copies m, v. Done one after
-# another over a whole bucket they read memory twice as often as Adam does. So a bucket is walked in batches
-# of at most this many bytes per tensor: on a CPU the seven pieces of a batch stay in its cache, elsewhere the
-# size bounds the scratch.
-_BATCH_BYTES_CPU = 2 * 2**20
+# [Note: pieces] The parts of a step touch x, g, M, V, b and the scratch copies m, v. Done one after another over a
+# whole bucket they read memory twice as often as Adam does. So a bucket is walked in batches of about this many
+# bytes per tensor, half as much more or less: on a CPU (there per thread) the pieces of a batch stay in its cache,
+# elsewhere the size bounds the scratch. Smaller ones would pay more for calls than they gain in cache.
+_BATCH_BYTES_CPU = 2**20
 _BATCH_BYTES = 256 * 2**20
 # Smaller tensors are not worth a view of their own.
 _SMALL_BYTES = 2**18
@@ -104,30 +105,38 @@ def accum_adam(
         arXiv:2410.11998, appendix.
     """
     s = accum_iter
-    kernel = adamw if decoupled_weight_decay else adam
     lists = (params, grads, first_moments, second_moments, gradient_means)
     for (device, _, plain, use_fused, step), columns in _alike(lists, steps, fused).items():
-        k = -(-step // s)
-        for x, g, M, V, b in _batches(columns, device) if plain and s > 1 else (columns,):
-            if s == 1:
-                m, v = M, V
+        windows = -(-step // s)
+        batches = list(_batches(columns, device)) if plain and s > 1 else [columns]
+        room = _room(batches) if use_fused and s > 1 else None
+        counter = torch.full((), windows, dtype=torch.float32, device=device) if use_fused else None
+        for x, g, M, V, b in batches:
+            if s > 1 and weight_decay and not decoupled_weight_decay:
+                # Before x moves: b needs the x at which g was taken.
+                torch._foreach_add_(b, x, alpha=weight_decay / s)
+            moments = [*M, *V] if s == 1 else _copies([*M, *V], room)
+            m, v = moments[: len(x)], moments[len(x) :]
+            if counter is not None:
+                fused_adam(
+                    x, g, m, v, [counter] * len(x), decoupled_weight_decay=decoupled_weight_decay,
+                    beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps,
+                )  # fmt: skip
             else:
-                # b before x moves: with λ added to the gradient it needs the x at which g was taken.
+                kernel = adamw if decoupled_weight_decay else adam
+                # It counts up before it uses the count; its bias corrections are by window.
+                counters = list(torch.full((len(x),), windows - 1, dtype=torch.float32).unbind())
+                kernel(
+                    x, g, m, v, [], counters,
+                    foreach=foreach, has_complex=x[0].is_complex(), amsgrad=False, maximize=False,
+                    beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps,
+                )  # fmt: skip
+            if s > 1:
+                # After the kernel, which computes while it waits for g; here g comes from the cache.
                 torch._foreach_add_(b, g, alpha=1 / s)
-                if weight_decay and not decoupled_weight_decay:
-                    torch._foreach_add_(b, x, alpha=weight_decay / s)
-                m, v = _copies(M), _copies(V)
-            kernel(
-                x, g, m, v, [],
-                # The kernel counts up before it uses the count; its bias corrections are by window.
-                _counters(len(x), k - 1, device if use_fused else torch.device("cpu")),
-                foreach=None if use_fused else foreach, fused=True if use_fused else None,
-                has_complex=x[0].is_complex(), amsgrad=False,
-                beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False,
-            )  # fmt: skip
-            del m, v  # so that the next batch finds the same memory, still in the cache
-            if s > 1 and step % s == 0:
-                _remember(M, V, b, beta1, beta2)
+                if step % s == 0:
+                    _remember(M, V, b, beta1, beta2)
+            del moments, m, v  # or the next batch could not have the memory of copies outside `room`
 
 
 def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool | None) -> dict[_Kind, _Columns]:
@@ -166,44 +175,58 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 def _batches(columns: _Columns, device: torch.device) -> Iterator[_Columns]:
     """Collect small tensors and cut large flat ones into batches, see [Note: pieces]."""
-    batch_bytes = _BATCH_BYTES_CPU if device.type == "cpu" else _BATCH_BYTES
+    batch_bytes = _BATCH_BYTES_CPU * torch.get_num_threads() if device.type == "cpu" else _BATCH_BYTES
     capacity = batch_bytes // columns[0][0].element_size()
     batch: _Columns = ([], [], [], [], [])
-    room = capacity
+    size = 0
     for row in zip(*columns, strict=True):
-        start, size = 0, row[0].numel()
-        while start < size:
-            # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
-            length = min(size - start, max(room // _ALIGNMENT, 1) * _ALIGNMENT) if row[0].ndim == 1 else size
-            for column, tensor in zip(batch, row, strict=True):
-                column.append(tensor if length == size else tensor.narrow(0, start, length))
-            start += length
-            room -= length
-            if room <= 0:
+        for piece in _cut(row, capacity):
+            for column, tensor in zip(batch, piece, strict=True):
+                column.append(tensor)
+            size += piece[0].numel()
+            if size > capacity // 2:
                 yield batch
-                batch, room = ([], [], [], [], []), capacity
+                batch, size = ([], [], [], [], []), 0
     if batch[0]:
         yield batch
+
+
+def _cut(row: tuple[Tensor, ...], capacity: int) -> Iterable[tuple[Tensor, ...]]:
+    """Views of equal parts of a flat row that is larger than `capacity`, other rows as they are."""
+    size = row[0].numel()
+    if size <= capacity or row[0].ndim != 1:
+        return [row]
+    # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
+    length = -(-size // (-(-size // capacity) * _ALIGNMENT)) * _ALIGNMENT
+    return zip(*(tensor.split(length) for tensor in row), strict=True)
 
 
 def _remember(M: list[Tensor], V: list[Tensor], b: list[Tensor], beta1: float, beta2: float) -> None:
     """Move the mean gradient of a window into the moments."""
     if b[0].is_complex():
         M, V, b = ([torch.view_as_real(t) for t in column] for column in (M, V, b))
-    torch._foreach_mul_(M, beta1)
-    torch._foreach_add_(M, b, alpha=1 - beta1)
+    torch._foreach_lerp_(M, b, 1 - beta1)
     torch._foreach_mul_(V, beta2)
     torch._foreach_addcmul_(V, b, b, 1 - beta2)
     torch._foreach_zero_(b)
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies that lie in memory as the originals do."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+def _room(batches: list[_Columns]) -> Tensor:
+    """Scratch memory for a copy of both moments of any one batch: used again and again, it stays in the cache."""
+    M = batches[0][2][0]
+    return torch.empty(max(_slots([*M, *V])[-1] for _, _, M, V, _ in batches), dtype=M.dtype, device=M.device)
+
+
+def _copies(tensors: list[Tensor], room: Tensor | None) -> list[Tensor]:
+    """Copies that lie in memory as the originals do; dense ones can lie in `room`."""
+    if room is None:
+        copies = [torch.empty_like(t) for t in tensors]
+    else:
+        copies = [room.as_strided(t.shape, t.stride(), i) for t, i in zip(tensors, _slots(tensors), strict=False)]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
-def _counters(number: int, windows: int, device: torch.device) -> list[Tensor]:
-    """The step counters a kernel of torch wants, one scalar for each tensor."""
-    return list(torch.full((number,), windows, dtype=torch.float32, device=device).unbind())
+def _slots(tensors: list[Tensor]) -> list[int]:
+    """Where in `room` the copy of each tensor starts, and where the last one ends."""
+    return list(accumulate((-(-t.numel() // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))

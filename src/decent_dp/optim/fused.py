@@ -1,4 +1,4 @@
-"""Which parameters torch's fused Adam kernel can serve.
+"""Torch's fused Adam kernel, and which parameters it can serve.
 
 The fused kernel walks the memory of its tensors from the first element to the last. So it needs a device and
 a dtype that torch has the kernel for, and tensors that fill their memory without gaps or overlaps and all in
@@ -9,7 +9,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 
 def supports_fused(parameter: Tensor) -> bool:
@@ -36,6 +35,42 @@ def supports_fused(parameter: Tensor) -> bool:
     )
 
 
+def fused_adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    first_moments: list[Tensor],
+    second_moments: list[Tensor],
+    steps: list[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+) -> None:
+    """Run the kernel itself: torch.optim.adam.adam around it sorts its tensors first, which costs more than a batch.
+
+    Args:
+        params: Of one device and dtype, each with `supports_fused`; changed.
+        grads: Read only. Like the moments, they lie in memory as `params` do.
+        first_moments: Changed.
+        second_moments: Changed.
+        steps: For each parameter the number of this step, 1 for the first, as a float32 scalar on its device.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: AdamW instead of Adam.
+    """
+    kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    kernel(
+        params, grads, first_moments, second_moments, [], steps,
+        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is a strided tensor of torch itself, not a subclass with rules of its own."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
@@ -60,12 +95,11 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Ask torch itself, with one element: its list of devices and dtypes grows from release to release."""
     with torch.no_grad():
         x, g, m, v = ([torch.zeros(1, device=device, dtype=dtype)] for _ in range(4))
-        step = [torch.zeros((), device=device, dtype=torch.float32)]
+        step = [torch.ones((), device=device, dtype=torch.float32)]
         try:
-            adam(
-                x, g, m, v, [], step,
-                fused=True, amsgrad=False, maximize=False,
-                beta1=0.9, beta2=0.999, lr=0.0, weight_decay=0.0, eps=1.0,
+            fused_adam(
+                x, g, m, v, step,
+                lr=0.0, beta1=0.9, beta2=0.999, eps=1.0, weight_decay=0.0, decoupled_weight_decay=False,
             )  # fmt: skip
         except RuntimeError:
             return False
