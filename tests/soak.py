@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from decent_dp import DecentralizedDataParallel, Layout
 from decent_dp.topology import catalog
 from faults import DelayedCommunicator
+from virtual import names_for
 
 NUM_WORKERS = 4
 TOLERANCE = 1e-11
@@ -47,7 +48,7 @@ class Trial:
         settings = {
             "widths": [draw.randint(1, 9) for _ in range(draw.randint(2, 5))],
             "num_heads": draw.randint(1, 3),
-            "topology": draw.choice(["ring", "exp", "complete", "alternating-exp-ring"]),
+            "topology": draw.choice([*names_for(NUM_WORKERS, 1), "hierarchical(ring)", "hierarchical(static-ring)"]),
             "workers_per_node": draw.choice([1, 2, 4]),
             "optimizer": draw.choice(list(OPTIMIZERS)),
             "bucket_bytes": draw.choice([1, 100, 400, 1000, 10**7]),
@@ -76,7 +77,7 @@ class Trial:
 
     def replay(self) -> Tensor:
         """The same in plain torch, with one matrix product per round; shape (workers, parameters)."""
-        rounds = catalog.build(self.topology, Layout(NUM_WORKERS, self.workers_per_node)).rounds
+        topology = catalog.build(self.topology, Layout(NUM_WORKERS, self.workers_per_node))
         models = [self.network() for _ in range(NUM_WORKERS)]
         optimizers = [OPTIMIZERS[self.optimizer](model.parameters(), foreach=False) for model in models]
         for t in range(self.num_steps):
@@ -87,7 +88,7 @@ class Trial:
                 if self.clip:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip)
             if t > 0:
-                W = torch.from_numpy(rounds[(t - 1) % len(rounds)].matrix())
+                W = torch.from_numpy(topology.round_at(t - 1).matrix())
                 for together in zip(*(model.parameters() for model in models), strict=True):
                     mixed = torch.tensordot(W, torch.stack([p.detach() for p in together]), 1)
                     for p, x in zip(together, mixed, strict=True):

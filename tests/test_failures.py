@@ -27,7 +27,8 @@ from spawn import spawn_script
 
 TIMEOUT_S = 8
 LOST = 2
-CASES = [(topology, order) for topology in ("ring", "exp", "complete") for order in (signal.SIGKILL, signal.SIGSTOP)]
+TOPOLOGIES = ("ring", "exp", "complete", "hierarchical")
+CASES = [(topology, order) for topology in TOPOLOGIES for order in (signal.SIGKILL, signal.SIGSTOP)]
 # One process imports torch and forks the four workers of every case; from there on each lives as if it was launched.
 TRAINING = f"""
 import json, os, signal, socket, sys, time
@@ -42,10 +43,10 @@ TIMEOUT_S, LOST = {TIMEOUT_S}, {LOST}
 
 
 def train(topology):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # all cases start at once
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    model = DecentralizedDataParallel(model, sgd, topology=topology, bucket_size_in_mb=1e-4)
+    sgd, timeout = partial(torch.optim.SGD, lr=0.1), timedelta(seconds=TIMEOUT_S)
+    model = DecentralizedDataParallel(model, sgd, topology=topology, bucket_size_in_mb=1e-4, timeout=timeout)
     for t in range(6):
         if t == 3 and dist.get_rank() == LOST:
             print("step 3", flush=True)
@@ -63,7 +64,7 @@ class Worker:
         if self.pid == 0:
             for number, path in enumerate((self.out, self.err), start=1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-            os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=str(port))
+            os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port))
 
     def has_ended(self):
         if self.code is None:
