@@ -25,7 +25,6 @@ first, x ← (1 - η λ) x.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from decent_dp.optim.fused import fused_adam, is_dense, is_plain, supports_fused
+from decent_dp.optim.scratch import ALIGNMENT, Scratch
 
 # [Note: pieces] The parts of a step touch x, g, M, V, b and the scratch copies m, v. Done one after another over a
 # whole bucket they read memory twice as often as Adam does. So a bucket is walked in batches of about this many
@@ -42,8 +42,6 @@ _BATCH_BYTES_CPU = 2**20
 _BATCH_BYTES = 256 * 2**20
 # Smaller tensors are not worth a view of their own.
 _SMALL_BYTES = 2**18
-# In elements: a whole number of vectors for any dtype.
-_ALIGNMENT = 64
 
 # Parameters one call can serve: device, dtype, whether plain tensors, whether fused, step.
 _Kind = tuple[torch.device, torch.dtype, bool, bool, int]
@@ -108,14 +106,15 @@ def accum_adam(
     lists = (params, grads, first_moments, second_moments, gradient_means)
     for (device, _, plain, use_fused, step), columns in _alike(lists, steps, fused).items():
         windows = -(-step // s)
-        batches = list(_batches(columns, device)) if plain and s > 1 else [columns]
-        room = _room(batches) if use_fused and s > 1 else None
+        scratch = Scratch()
         counter = torch.full((), windows, dtype=torch.float32, device=device) if use_fused else None
-        for x, g, M, V, b in batches:
+        for x, g, M, V, b in _batches(columns, device) if plain and s > 1 else (columns,):
             if s > 1 and weight_decay and not decoupled_weight_decay:
                 # Before x moves: b needs the x at which g was taken.
                 torch._foreach_add_(b, x, alpha=weight_decay / s)
-            moments = [*M, *V] if s == 1 else _copies([*M, *V], room)
+            moments = [*M, *V]
+            if s > 1:
+                moments = scratch.copies(moments) if use_fused else [t.clone() for t in moments]
             m, v = moments[: len(x)], moments[len(x) :]
             if counter is not None:
                 fused_adam(
@@ -136,7 +135,7 @@ def accum_adam(
                 torch._foreach_add_(b, g, alpha=1 / s)
                 if step % s == 0:
                     _remember(M, V, b, beta1, beta2)
-            del moments, m, v  # or the next batch could not have the memory of copies outside `room`
+            del moments, m, v  # or the clones would not make room for those of the next batch
 
 
 def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool | None) -> dict[_Kind, _Columns]:
@@ -197,8 +196,8 @@ def _cut(row: tuple[Tensor, ...], capacity: int) -> Iterable[tuple[Tensor, ...]]
     if size <= capacity or row[0].ndim != 1:
         return [row]
     # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
-    length = -(-size // (-(-size // capacity) * _ALIGNMENT)) * _ALIGNMENT
-    return zip(*(tensor.split(length) for tensor in row), strict=True)
+    length = -(-size // (-(-size // capacity) * ALIGNMENT)) * ALIGNMENT
+    return zip(*(tensor.split(length) for tensor in row), strict=True)  # type: ignore[no-untyped-call]
 
 
 def _remember(M: list[Tensor], V: list[Tensor], b: list[Tensor], beta1: float, beta2: float) -> None:
@@ -209,24 +208,3 @@ def _remember(M: list[Tensor], V: list[Tensor], b: list[Tensor], beta1: float, b
     torch._foreach_mul_(V, beta2)
     torch._foreach_addcmul_(V, b, b, 1 - beta2)
     torch._foreach_zero_(b)
-
-
-def _room(batches: list[_Columns]) -> Tensor:
-    """Scratch memory for a copy of both moments of any one batch: used again and again, it stays in the cache."""
-    M = batches[0][2][0]
-    return torch.empty(max(_slots([*M, *V])[-1] for _, _, M, V, _ in batches), dtype=M.dtype, device=M.device)
-
-
-def _copies(tensors: list[Tensor], room: Tensor | None) -> list[Tensor]:
-    """Copies that lie in memory as the originals do; dense ones can lie in `room`."""
-    if room is None:
-        copies = [torch.empty_like(t) for t in tensors]
-    else:
-        copies = [room.as_strided(t.shape, t.stride(), i) for t, i in zip(tensors, _slots(tensors), strict=False)]
-    torch._foreach_copy_(copies, tensors)
-    return copies
-
-
-def _slots(tensors: list[Tensor]) -> list[int]:
-    """Where in `room` the copy of each tensor starts, and where the last one ends."""
-    return list(accumulate((-(-t.numel() // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0))
