@@ -33,6 +33,7 @@ class Screen:
         self.console = Console(highlight=False)
         self.progress: Progress | None = None
         self.started = self.last_line = time.perf_counter()
+        self.num_before = 0  # steps of a run that is resumed
 
     def say(self, text: str) -> None:
         """Print `text` as it is."""
@@ -69,7 +70,7 @@ class Screen:
         if not self.enabled:
             return
         now = time.perf_counter()
-        left = duration((now - self.started) / step * (self.num_steps - step))
+        left = duration((now - self.started) / max(1, step - self.num_before) * (self.num_steps - step))
         if self.progress is not None:
             numbers = f"loss {loss:.2f} {tokens_per_s / 1e3:.1f}k tok/s lr {lr:.1e} dist {distance:.2f} {left}"
             self.progress.update(self.progress.task_ids[0], completed=step, numbers=numbers)
@@ -107,6 +108,14 @@ class Curves:
     def add_validation(self, step: int, loss: float) -> None:
         """Record one evaluation."""
         self.validation.append((step, loss))
+
+    def state_dict(self) -> dict[str, list[tuple[int, float]]]:
+        """What a checkpoint keeps of it."""
+        return {"train": self.train, "distance": self.distance, "validation": self.validation}
+
+    def load_state_dict(self, state: dict[str, list[tuple[int, float]]]) -> None:
+        """Go on with the numbers of a run that was saved."""
+        self.train, self.distance, self.validation = state["train"], state["distance"], state["validation"]
 
 
 def draw(curves: Curves, path: Path) -> None:

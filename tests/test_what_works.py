@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import decent_dp
 import ids
 from decent_dp import DecentralizedDataParallel, MismatchError
+from decent_dp.checkpoint import load, save
 from decent_dp.comm import InProcessWorld
 from decent_dp.engine.bucketing import plan_buckets, plan_offsets
 from decent_dp.utils import initialize_dist
@@ -229,11 +230,6 @@ def check_update_bn() -> None:
     assert model.t == 1
 
 
-def check_no_checkpoint_yet() -> None:
-    assert not hasattr(decent_dp, "checkpoint"), "the page says that there is none yet"
-    assert not any("resume" in name or "checkpoint" in name for name in dir(DecentralizedDataParallel))
-
-
 # ---------------------------------------------------------------- checks: messages
 
 
@@ -375,6 +371,31 @@ def check_layout() -> str:
 
 def check_no_process_group() -> str:
     return message_of(lambda: DecentralizedDataParallel(net(), SGD))
+
+
+def check_resumed_in_another_world() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        save(wrap_virtual(1, lambda rank: net(), SGD)[0], folder)
+        return message_of(lambda: load(wrap_virtual(2, lambda rank: net(), SGD)[0], folder))
+
+
+def check_damaged_checkpoint() -> str:
+    (model,) = wrap_virtual(1, lambda rank: net(), SGD)
+    with tempfile.TemporaryDirectory() as folder:
+        (save(model, folder) / "__0_0.distcp").write_bytes(b"something else")
+        return message_of(lambda: load(model, folder))
+
+
+def check_unwritable_directory() -> str:
+    (model,) = wrap_virtual(1, lambda rank: net(), SGD)
+    with tempfile.NamedTemporaryFile() as file:
+        return message_of(lambda: save(model, file.name))
+
+
+def check_saving_while_averaged() -> str:
+    (model,) = wrap_virtual(1, lambda rank: net(), SGD)
+    with tempfile.TemporaryDirectory() as folder, model.consensus():
+        return message_of(lambda: save(model, folder))
 
 
 def check_copy() -> str:
