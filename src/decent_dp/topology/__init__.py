@@ -14,6 +14,7 @@ Example:
 """
 
 from decent_dp.topology.alternating import alternating_exp_ring
+from decent_dp.topology.analysis import Analysis, Comparison, analyze, compare
 from decent_dp.topology.base_graph import base_graph
 from decent_dp.topology.catalog import build, names, register
 from decent_dp.topology.complete import complete
@@ -22,28 +23,36 @@ from decent_dp.topology.drawing import draw
 from decent_dp.topology.function_of_time import AnyTopology, FunctionOfTime
 from decent_dp.topology.hierarchical import hierarchical
 from decent_dp.topology.layout import Layout
+from decent_dp.topology.mixing import Mixing, mixing
 from decent_dp.topology.one_peer import exp, ring
 from decent_dp.topology.plans import Average, Idle, Plan, Sharded, Swap, plan_of
 from decent_dp.topology.random_matching import random_matching
 from decent_dp.topology.rounds import Round, Row
 from decent_dp.topology.static import hypercube, static_exp, static_ring, torus
 from decent_dp.topology.topology import Topology
+from decent_dp.topology.traffic import Traffic, traffic
 
 __all__ = [
+    "Analysis",
     "AnyTopology",
     "Average",
+    "Comparison",
     "FunctionOfTime",
     "Idle",
     "Layout",
+    "Mixing",
     "Plan",
     "Round",
     "Row",
     "Sharded",
     "Swap",
     "Topology",
+    "Traffic",
     "alternating_exp_ring",
+    "analyze",
     "base_graph",
     "build",
+    "compare",
     "complete",
     "draw",
     "exp",
@@ -52,6 +61,7 @@ __all__ = [
     "from_matrices",
     "hierarchical",
     "hypercube",
+    "mixing",
     "names",
     "plan_of",
     "random_matching",
@@ -60,4 +70,5 @@ __all__ = [
     "static_exp",
     "static_ring",
     "torus",
+    "traffic",
 ]

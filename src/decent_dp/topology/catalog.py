@@ -104,6 +104,22 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*_BUILDERS, *numbered}))
 
 
+def summary(name: str) -> str:
+    """The first line of the docstring of a name's builder; empty if there is none.
+
+    Args:
+        name: As for :func:`build`; of ``hierarchical(NAME)`` it is that of ``hierarchical``.
+
+    Example:
+        >>> summary("complete")
+        'All n workers take the mean of all in every round.'
+    """
+    name = name if name in _BUILDERS else name.partition("(")[0]
+    family = name.rpartition("-")[0]
+    builder = _BUILDERS.get(name) or (_NUMBERED[family][0] if family in _NUMBERED else None)
+    return (builder.__doc__ or "").strip().partition("\n")[0] if builder else ""
+
+
 def _find(name: str) -> Callable[[Layout], AnyTopology] | None:
     """The builder of a name, or None."""
     if name in _BUILDERS:
