@@ -65,7 +65,7 @@ ALLOWED = {
     "utils": {"startup"},
     "plan": {"errors", "topology", "comm", "engine", "plan"},
     "simulate": {"errors", "topology", "comm", "ddp", "plan", "simulate"},
-    "cli": {"errors", "topology", "plan", "simulate", "startup", "comm", "cli"},
+    "cli": {"errors", "topology", "plan", "simulate", "startup", "comm", "checkpoint", "cli"},
     "__main__": {"cli"},
     "__init__": {"errors", "topology", "ddp", "startup"},
 }

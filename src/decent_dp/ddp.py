@@ -141,7 +141,7 @@ class DecentralizedDataParallel(nn.Module):
         self._averager = Averager(self._replica, self._communicator)
         self._hooks = BackwardHooks(trained, self._replica)
         names = dict(zip(map(id, trained), self._replica.names, strict=True))
-        refusal = guards.refuse_foreign_optimizers(names, [*self.optimizers, self._replica.whole_model])
+        refusal = guards.Refusal(names, [*self.optimizers, self._replica.whole_model])
         self._wrapped = (model,)  # in a tuple, so that it is not registered twice
         self._take_down = weakref.finalize(self, _take_down, self._hooks, refusal)
 

@@ -16,6 +16,8 @@ COMMANDS = {
     "measure": ("decent_dp.cli.measure", "time a model and the network, under torchrun"),
     "plan": ("decent_dp.cli.plan", "predict step times from a measurement, and recommend"),
     "simulate": ("decent_dp.cli.simulate", "train virtual workers on a small problem, under a simulated clock"),
+    "inspect": ("decent_dp.cli.inspect", "say what is inside of a checkpoint"),
+    "export": ("decent_dp.cli.export", "write the consensus model of a checkpoint as a file"),
 }
 """The module of each command, and its line in the help. A module has ``add(subparsers)``, which adds a parser of that
 name, and ``run(args)``, which does the work and returns an exit code or None. It is imported when it is called for."""
@@ -43,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else list(argv)
     parser = Parser(
-        prog="decent-dp", description="Decentralized data-parallel training: topologies and costs.", epilog=_EPILOG
+        prog="decent-dp",
+        description="Decentralized data-parallel training: topologies, costs, checkpoints.",
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"decent-dp {decent_dp.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

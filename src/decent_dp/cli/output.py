@@ -49,3 +49,13 @@ def prints(characters: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that suits them."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

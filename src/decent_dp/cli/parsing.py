@@ -81,6 +81,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def _step(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; steps are counted from 0")
+    return int(text)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the directory of a run's checkpoints, and ``--step``."""
+    parser.add_argument("directory", metavar="DIR", help="where the run saves, or the folder of one checkpoint")
+    parser.add_argument("--step", type=_step, metavar="T", help="which checkpoint (default: the latest)")
+
+
 def add_layout(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add ``--workers`` and ``--nodes``."""
     parser.add_argument("--workers", type=count, required=required, metavar="N", help="workers in all")

@@ -6,7 +6,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -218,25 +218,44 @@ def _changed(name: str, what: str) -> ModelChangedError:
     )
 
 
-def refuse_foreign_optimizers(names: dict[int, str], own: Sequence[Optimizer]) -> RemovableHandle:
-    """Raise when an optimizer that is not the wrapper's steps one of its parameters.
+class Refusal:
+    """Raises when an optimizer that is not the wrapper's steps one of its parameters, until `remove` is called.
 
     Args:
         names: Names of the parameters, by id.
         own: The optimizers that may.
     """
-    allowed: weakref.WeakSet[Optimizer] = weakref.WeakSet(own)
 
-    def check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer in allowed:
+    # one hook for all models: with one for each, many virtual workers would look at every step of every other
+    _in_force: ClassVar[list[Refusal]] = []
+    _own: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
+    _hook: ClassVar[RemovableHandle | None] = None
+
+    def __init__(self, names: dict[int, str], own: Sequence[Optimizer]) -> None:
+        self._names = names
+        self._own.update(own)
+        self._in_force.append(self)
+        if Refusal._hook is None:
+            Refusal._hook = register_optimizer_step_pre_hook(Refusal._check)
+
+    def remove(self) -> None:
+        """Let others step the parameters again."""
+        if self in self._in_force:
+            self._in_force.remove(self)
+        if not self._in_force and Refusal._hook is not None:
+            Refusal._hook.remove()
+            Refusal._hook = None
+
+    @staticmethod
+    def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer in Refusal._own:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in names:
-                    raise ModelChangedError(
-                        f"{type(optimizer).__name__}.step() was called with parameter '{names[id(parameter)]}', which "
-                        "DecentralizedDataParallel updates inside backward(); remove the call and pass the "
-                        "optimizer as optim_fn"
-                    )
-
-    return register_optimizer_step_pre_hook(check)
+        given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for refusal in list(Refusal._in_force):
+            name = next((refusal._names[key] for key in given if key in refusal._names), None)
+            if name is not None:
+                raise ModelChangedError(
+                    f"{type(optimizer).__name__}.step() was called with parameter '{name}', which "
+                    "DecentralizedDataParallel updates inside backward(); remove the call and pass the "
+                    "optimizer as optim_fn"
+                )

@@ -58,7 +58,7 @@ class ShardedExchange:
         self._part = self._part_of(self.received, self._me)
         num_mine = self._part.numel()
         others = [j for j in range(len(ranks)) if j != self._me]
-        self._others = [ranks[j] for j in others]
+        self._others = {ranks[j]: j for j in others}
         self._slots = [space[j * self._size : j * self._size + num_mine] for j in others]
         wide = torch.promote_types(flat.dtype, torch.float32)
         self._own = self._part if wide == payload.dtype else bucket.state("shard", num_mine, wide)
@@ -82,10 +82,14 @@ class ShardedExchange:
     def _part_of(self, flat: Tensor, j: int) -> Tensor:
         return flat[min(j * self._size, self._length) : min((j + 1) * self._size, self._length)]
 
+    def _parts_of_others(self, flat: Tensor) -> dict[int, Tensor]:
+        """The parts that are not empty, by owner."""
+        parts = {rank: self._part_of(flat, j) for rank, j in self._others.items()}
+        return {rank: part for rank, part in parts.items() if part.numel()}
+
     def _scatter(self) -> Handle:
-        parts = {rank: self._part_of(self._payload, self._ranks.index(rank)) for rank in self._others}
-        parts = {rank: part for rank, part in parts.items() if part.numel()}
-        senders = self._others if self._part.numel() else []
+        parts = self._parts_of_others(self._payload)
+        senders = list(self._others) if self._part.numel() else []
         slots = self._slots[: len(senders)]
         return self._communicator.start_swap(list(parts.values()), list(parts), senders, slots, self._tag)
 
@@ -114,9 +118,8 @@ class ShardedExchange:
         if self._own is not self._part:
             cast(self._own, self._part)
             self._own.sub_(self._part).mul_(len(self._ranks))
-        receivers = self._others if self._part.numel() else []
-        parts = {rank: self._part_of(self.received, self._ranks.index(rank)) for rank in self._others}
-        parts = {rank: part for rank, part in parts.items() if part.numel()}
+        receivers = list(self._others) if self._part.numel() else []
+        parts = self._parts_of_others(self.received)
         payloads = [self._part] * len(receivers)
         return self._communicator.start_swap(payloads, receivers, list(parts), list(parts.values()), self._tag | 2)
 
