@@ -250,8 +250,10 @@ def test_o5_an_exception_on_one_rank_ends_all_with_one_traceback(case: tuple[str
     last_lines = [printed.strip().splitlines()[-1] for _, _, printed in ranks]
     assert [code for code, _, _ in ranks] == [1] * len(ranks)
     assert last_lines[1].endswith("ValueError: out of data")
+    # The exchange of the last step, 3, may end halfway where it has several parts that rank 1 has to hand on.
+    steps = "45" if case[1] == "ring" else "345"
     for rank in {0, *range(2, len(ranks))}:
-        assert re.search(rf"ExchangeError: rank {rank}, step [45]: .*(rank 1\b|ranks \[)", last_lines[rank])
+        assert re.search(rf"ExchangeError: rank {rank}, step [{steps}]: .*(rank 1\b|ranks \[)", last_lines[rank])
     for _, _, printed in ranks:
         assert "Exception ignored" not in printed
         assert "terminate called" not in printed
