@@ -6,7 +6,6 @@ from decent_dp.simulate.plans import share_plans
 from decent_dp.topology import Average, Layout, build, from_matrices
 from virtual import names_for
 
-
 LAYOUTS = [Layout(1, 1), Layout(12, 1), Layout(16, 4), Layout(16, 1), Layout(8, 8)]
 CASES = [(name, layout) for layout in LAYOUTS for name in names_for(layout.num_workers, layout.workers_per_node)]
 
