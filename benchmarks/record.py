@@ -24,9 +24,17 @@ def provenance() -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "GPU": _gpu(),
         "decent_dp": decent_dp.__version__,
         "commit": commit(),
     }
+
+
+def _gpu() -> str:
+    """What benchmarks here do not use, and whether the tests that need it could run."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, not used by this benchmark"
+    return "none was available; the tests marked gpu were not run"
 
 
 def hardware() -> str:

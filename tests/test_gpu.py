@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from decent_dp import ConfigurationError
 from spawn import spawn_script
 from virtual import stack, wrap_virtual
 
@@ -66,6 +67,13 @@ def test_a_step_never_waits_for_the_device(topology, wire_dtype):
         train(models, "cuda", 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_o10_half_on_the_cpu_is_refused():
+    cuda_model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("cuda")
+    cuda_model[1].bias = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigurationError, match=r"parameter '1.bias' is on cpu and others are on cuda:0"):
+        wrap_virtual(1, lambda rank: cuda_model, partial(torch.optim.SGD, lr=0.1))
 
 
 NCCL = """

@@ -528,15 +528,6 @@ def test_o10_a_backend_that_does_not_fit_the_device_is_refused(pool):
     pool.run(backend_of_other_device, 2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_o10_half_on_the_cpu_is_refused_on_a_gpu():
-    cuda_model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("cuda")
-    cuda_model[1].bias = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConfigurationError, match=r"parameter '1.bias' is on cpu and others are on cuda:0"):
-        wrap_virtual(1, lambda rank: cuda_model, SGD)
-
-
 # ---------------------------------------------------------------- determinism
 
 

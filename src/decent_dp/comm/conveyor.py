@@ -61,7 +61,8 @@ class Conveyor:
 
     def _run(self, waiting: queue.SimpleQueue[Chain | None], position: int) -> None:
         while (chain := waiting.get()) is not None:
-            self._error = chain.advance(self._error)
+            error = chain.advance(self._error)
+            self._error = self._error or error  # another position may have failed meanwhile
             self._put(chain, position + 1)
 
 
@@ -86,6 +87,7 @@ class Chain:
             error = failure
         if error is not None or not self._rest:
             self._error = error
+            self._rest.clear()  # they hold on to the bucket
             self.is_at_the_end.set()
         return error
 
