@@ -320,6 +320,8 @@ def _has_ended_in_error() -> bool:
 def _linger_at_exit() -> None:
     for communicator in list(_ALIVE):
         communicator.linger()
+        if not _has_ended_in_error():
+            communicator._groups.clear()  # joins threads of gloo, which would still let go of tensors while Python ends
 
 
 # A forked process, such as a data worker, inherits the groups but not the threads behind them. Destroying them there
