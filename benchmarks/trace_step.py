@@ -78,9 +78,11 @@ class TracedCommunicator(TorchCommunicator):
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
+        *,
+        in_turn: bool = False,
     ) -> Any:
         """Start the exchange and a thread that waits for it."""
-        inner = super().start_swap(payloads, send_to, receive_from, buffers, tag)
+        inner = super().start_swap(payloads, send_to, receive_from, buffers, tag, in_turn=in_turn)
         return TracedHandle(inner, tag >> 2 & 0xFFFF, self._spans)
 
 

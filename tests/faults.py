@@ -71,9 +71,11 @@ class DelayedCommunicator(TorchCommunicator):
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
+        *,
+        in_turn: bool = False,
     ) -> Any:
         """Start the exchange; its end is late."""
-        return self._late(super().start_swap(payloads, send_to, receive_from, buffers, tag))
+        return self._late(super().start_swap(payloads, send_to, receive_from, buffers, tag, in_turn=in_turn))
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Any:
         """Start the sum; its end is late."""

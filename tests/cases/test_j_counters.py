@@ -33,9 +33,9 @@ class Recording(InProcessCommunicator):
         super().__init__(world, rank)
         self.log = []
 
-    def start_swap(self, payloads, send_to, receive_from, buffers, tag):
+    def start_swap(self, payloads, send_to, receive_from, buffers, tag, *, in_turn=False):
         self.log.append((tag >> 18, tag >> 2 & 0xFFFF, tuple(send_to), tuple(receive_from)))
-        return super().start_swap(payloads, send_to, receive_from, buffers, tag)
+        return super().start_swap(payloads, send_to, receive_from, buffers, tag, in_turn=in_turn)
 
 
 def plain(model, scaler, rank, t):

@@ -48,6 +48,7 @@ class Conveyor:
             waiting.put(None)
         for _, thread in self._stages:
             thread.join(timeout_s)
+        self._chains.clear()  # they hold on to the communicator
 
     def _put(self, chain: Chain, position: int) -> None:
         if chain.is_at_the_end.is_set() or self._is_stopped:

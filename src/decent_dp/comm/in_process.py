@@ -95,6 +95,8 @@ class InProcessCommunicator:
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
+        *,
+        in_turn: bool = False,
     ) -> "_Receive":
         """See `Communicator.start_swap`; payloads are copied at once."""
         copies = {id(payload): payload.clone() for payload in payloads}

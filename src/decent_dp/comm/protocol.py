@@ -95,6 +95,8 @@ class Communicator(Protocol):
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
+        *,
+        in_turn: bool = False,
     ) -> Handle:
         """Send a tensor to each of some workers and receive one from each of some others.
 
@@ -104,6 +106,8 @@ class Communicator(Protocol):
             receive_from: Ranks that send to this worker.
             buffers: One tensor like what is sent for each rank of ``receive_from``.
             tag: Equal on both sides, below 2**30; tells exchanges of different steps and buckets apart.
+            in_turn: Whether what this worker sends leaves after what it sent in turn before. Several at a time would
+                share a link unequally, and this step could come to wait for a bucket while those of the next are sent.
         """
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Handle:

@@ -72,7 +72,7 @@ class TorchCommunicator:
         self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
         self.in_flight = InFlight()
-        self._conveyor = Conveyor()
+        self._conveyor, self._departures = Conveyor(), Conveyor()
         self._lost: WorkerLost | None = None
         self._explaining = threading.Lock()
         self._pid = os.getpid()
@@ -106,7 +106,9 @@ class TorchCommunicator:
         receive_from: Sequence[int],
         buffers: Sequence[Tensor],
         tag: int,
-    ) -> "Works":
+        *,
+        in_turn: bool = False,
+    ) -> Handle:
         """See `Communicator.start_swap`. Receives are posted first: a send waits for the receive of the other side."""
         works = Works(self, (*payloads, *buffers))
         if not send_to and not receive_from:
@@ -117,8 +119,20 @@ class TorchCommunicator:
             group._start_coalescing(device)
         for rank, buffer in zip(receive_from, buffers, strict=True):
             works.add((rank,), partial(group.recv, [buffer], rank, _LANES * tag + (rank < self.rank)))
-        for rank, payload in zip(send_to, payloads, strict=True):
-            works.add((rank,), partial(group.send, [payload], rank, _LANES * tag + (self.rank < rank)))
+
+        def send(works: Works) -> Works:
+            group = self._find(None, device)  # it may have ended meanwhile
+            for rank, payload in zip(send_to, payloads, strict=True):
+                works.add((rank,), partial(group.send, [payload], rank, _LANES * tag + (self.rank < rank)))
+            return works
+
+        def send_and_wait() -> Works:
+            send(Works(self, tuple(payloads))).wait()
+            return works
+
+        if device.type != "cuda" and in_turn and send_to:
+            return self._departures.start([lambda: Works(self, ()), send_and_wait])
+        send(works)
         if device.type == "cuda":
             works = Works(self, (*payloads, *buffers))
             works.add(tuple({*receive_from, *send_to}), partial(group._end_coalescing, device))
@@ -185,7 +199,7 @@ class TorchCommunicator:
         if os.getpid() != self._pid:
             return  # in a forked child, which has none of the threads behind the groups
         held = self.in_flight.all()
-        if (held or self._conveyor.is_running) and threading.main_thread().is_alive():
+        if (held or not self._has_started_all(time.monotonic())) and threading.main_thread().is_alive():
             threading.Thread(target=self._let_go, args=held).start()  # joined when the process ends
         else:
             self._let_go(*held)
@@ -197,16 +211,20 @@ class TorchCommunicator:
     def linger(self) -> None:
         """A slower worker may still want what this one sent last, or hand it on: let it, for a while."""
         deadline = time.monotonic() + _LINGER_S
-        if _has_ended_in_error() or not self._conveyor.wait(deadline):  # others should learn of an error
+        if _has_ended_in_error() or not self._has_started_all(deadline):  # others should learn of an error
             self._abort()
         else:
             for works in self.in_flight.all():
                 works.linger(deadline)
         self._conveyor.stop(timeout_s=1)
+        self._departures.stop(timeout_s=1)
+
+    def _has_started_all(self, deadline: float) -> bool:
+        return self._conveyor.wait(deadline) and self._departures.wait(deadline)
 
     def _abort(self) -> None:
-        """Release the threads of the conveyor: a wait that times out ends all operations of its group."""
-        if self._conveyor.is_running:
+        """Release the threads of the conveyors: a wait that times out ends all operations of its group."""
+        if self._conveyor.is_running or self._departures.is_running:
             other = (self.rank + 1) % self.num_workers
             with contextlib.suppress(RuntimeError):
                 nothing = self._find(None, torch.device("cpu")).recv([torch.empty(1)], other, 2**31 - 1)
@@ -331,7 +349,8 @@ _INHERITED: list[Any] = []
 
 def _before_fork() -> None:
     for communicator in list(_ALIVE):
-        _INHERITED.append((list(communicator._groups.values()), [list(w._works) for w in communicator.in_flight.all()]))
+        groups = [communicator._group, *communicator._groups.values()]
+        _INHERITED.append((groups, [list(works._works) for works in communicator.in_flight.all()]))
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_INHERITED.clear, after_in_child=_ALIVE.clear)

@@ -140,7 +140,7 @@ def _start_swap(bucket: Bucket, plan: Swap, tag: int, communicator: Communicator
     payload, sent = _payload(bucket)
     senders, weights = tuple(plan.receive_from), tuple(plan.receive_from.values())
     buffers = tuple(bucket.state(f"received {k}", payload.numel(), payload.dtype) for k in range(len(senders)))
-    handle = communicator.start_swap([payload] * len(plan.send_to), plan.send_to, senders, buffers, tag)
+    handle = communicator.start_swap([payload] * len(plan.send_to), plan.send_to, senders, buffers, tag, in_turn=True)
 
     def take() -> Tensor | None:
         if len(buffers) < 2:

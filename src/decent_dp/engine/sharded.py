@@ -107,7 +107,7 @@ class ShardedExchange:
             return self._communicator.start_swap([], [], [], [], self._tag | 1)
         send_to, receive_from = self._across.send_to, tuple(self._across.receive_from)
         return self._communicator.start_swap(
-            [self._part] * len(send_to), send_to, receive_from, self._arriving, self._tag | 1
+            [self._part] * len(send_to), send_to, receive_from, self._arriving, self._tag | 1, in_turn=True
         )
 
     def _share(self) -> Handle:
