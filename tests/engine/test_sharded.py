@@ -88,9 +88,9 @@ def test_a_node_sends_one_copy_for_each_node_it_sends_to():
         assert sent == [1.0] * 3
 
 
-@pytest.mark.parametrize(("wire", "copies"), [(None, 1.0), (torch.bfloat16, 0.5 + 0.5 + 1 / 2)])
+@pytest.mark.parametrize(("wire", "copies"), [(None, 1.0), (torch.bfloat16, 0.5 + 0.5 / 2 + 0.5 / 2)])
 def test_what_is_kept_for_the_exchange(wire, copies):
-    """One tensor like the parameters; with a narrow wire what is sent, what is received, and a wide part."""
+    """One tensor like the parameters; narrow: what travels, a part of the other, what rounding takes from mine."""
     layout = Layout(4, 2)
     models = wrap_virtual(
         4,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.comm.protocol import Communicator, Handle, WorkerLost, name_ranks
-from decent_dp.engine.arithmetic import add_difference, cast, mean, mix_wide
+from decent_dp.engine.arithmetic import add_difference, add_rounded_difference, cast, mean, mix_wide
 from decent_dp.engine.sharded import ShardedExchange
 from decent_dp.errors import ExchangeError
 from decent_dp.topology import Average, Idle, Plan, Sharded, Swap
@@ -45,9 +45,9 @@ class Exchange:
         plan: What this worker does in the round.
         weight: Mixing weight: ``x <- (1 - weight) x + weight * received``; the mixing strength is in it.
         handle: Finishes the transfer.
-        sent: What left, in the wire dtype; None when the parameters themselves travel.
+        sent: What left, in the wire dtype; None when the parameters themselves travel, or it is not kept.
         take: Returns what was received, once the transfer is finished; None when this worker only sent.
-        remainder: See `Arrived.remainder`; to be read once the transfer is finished.
+        remainder: Returns `Arrived.remainder`, once the transfer is finished; None when there is none.
         rank: This worker.
         where: How messages call the bucket.
     """
@@ -58,7 +58,7 @@ class Exchange:
     handle: Handle
     sent: Tensor | None
     take: Callable[[], Tensor | None]
-    remainder: tuple[int, Tensor] | None
+    remainder: Callable[[], tuple[int, Tensor]] | None
     rank: int
     where: str
 
@@ -87,7 +87,7 @@ class Arrived:
         plan: What this worker did in the round.
         received: Laid out like the bucket's flat tensor; may be of a wider dtype.
         weight: Mixing weight.
-        sent: What this worker sent, where that is narrower than its parameters.
+        sent: What this worker sent, where that is narrower than its parameters and was kept.
         remainder: What this worker gains besides, ``weight * remainder`` from a position on, because rounding took it
             from what it received and all others in its clique did.
     """
@@ -124,20 +124,13 @@ def start(bucket: Bucket, step: int, plan: Plan, communicator: Communicator, str
     return Exchange(step, plan, strength * weight, *started, communicator.rank, bucket.description)
 
 
-Started = tuple[Handle, Tensor | None, Callable[[], Tensor | None], tuple[int, Tensor] | None]
-
-
-def _payload(bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-    """What travels, and whether that is a copy: the parameters themselves where the wire dtype is theirs."""
-    flat = bucket.storage.flat
-    if not bucket.is_narrowed:
-        return flat, None
-    sent = cast(flat, bucket.state("sent", flat.numel(), bucket.wire_dtype))
-    return sent, sent
+Started = tuple[Handle, Tensor | None, Callable[[], Tensor | None], Callable[[], tuple[int, Tensor]] | None]
 
 
 def _start_swap(bucket: Bucket, plan: Swap, tag: int, communicator: Communicator) -> Started:
-    payload, sent = _payload(bucket)
+    flat = bucket.storage.flat
+    sent = cast(flat, bucket.state("sent", flat.numel(), bucket.wire_dtype)) if bucket.is_narrowed else None
+    payload = flat if sent is None else sent
     senders, weights = tuple(plan.receive_from), tuple(plan.receive_from.values())
     buffers = tuple(bucket.state(f"received {k}", payload.numel(), payload.dtype) for k in range(len(senders)))
     handle = communicator.start_swap([payload] * len(plan.send_to), plan.send_to, senders, buffers, tag, in_turn=True)
@@ -155,10 +148,8 @@ def _start_swap(bucket: Bucket, plan: Swap, tag: int, communicator: Communicator
 def _start_sharded(
     bucket: Bucket, ranks: tuple[int, ...], across: Swap | Idle, tag: int, communicator: Communicator
 ) -> Started:
-    payload, sent = _payload(bucket)
-    exchange = ShardedExchange(bucket, payload, ranks, across, tag, communicator)
-    remainder = exchange.remainder() if bucket.is_narrowed else None
-    return exchange.start(), sent, lambda: exchange.received, remainder
+    exchange = ShardedExchange(bucket, ranks, across, tag, communicator)
+    return exchange.start(), None, lambda: exchange.received, exchange.remainder if bucket.is_narrowed else None
 
 
 def _start_sum(bucket: Bucket, step: int, plan: Average, communicator: Communicator) -> Started:
@@ -190,7 +181,16 @@ def finish(bucket: Bucket) -> Arrived | None:
         raise _error(exchange.rank, exchange.step, exchange.where, failure) from failure
     if received is None:
         return None
-    return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent, exchange.remainder)
+    remainder = None if exchange.remainder is None else exchange.remainder()
+    return Arrived(exchange.step, exchange.plan, received, exchange.weight, exchange.sent, remainder)
+
+
+def sent_by(bucket: Bucket, arrived: Arrived) -> Tensor | None:
+    """What this worker sent, where that is narrower than its parameters, which nobody has changed since."""
+    flat, received = bucket.storage.flat, arrived.received
+    if arrived.sent is None and received.dtype.itemsize < flat.dtype.itemsize:
+        return cast(flat, torch.empty_like(received))
+    return arrived.sent
 
 
 def mix(bucket: Bucket, arrived: Arrived) -> None:
@@ -201,6 +201,8 @@ def mix(bucket: Bucket, arrived: Arrived) -> None:
         add_difference(flat, received, arrived.sent, arrived.weight)
     elif received.dtype == flat.dtype:
         flat.lerp_(received, arrived.weight)
+    elif received.dtype.itemsize < flat.dtype.itemsize:
+        add_rounded_difference(flat, received, arrived.weight)
     else:
         mix_wide(flat, received, arrived.weight)
     if arrived.remainder is not None:

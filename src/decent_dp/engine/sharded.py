@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.comm.protocol import Communicator, Handle
-from decent_dp.engine.arithmetic import add_difference, cast, mean
+from decent_dp.engine.arithmetic import add_difference, cast, chunks, dtype_of_rest, join, mean, split
 from decent_dp.topology import Idle, Swap
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ class ShardedExchange:
 
     Args:
         bucket: Whose parameters.
-        payload: What travels: the bucket's flat tensor, or a copy in the wire dtype.
         ranks: The clique, ascending.
         across: What owners do between nodes.
         tag: Of the round and bucket; its two lowest bits are free.
@@ -42,7 +41,6 @@ class ShardedExchange:
     def __init__(
         self,
         bucket: Bucket,
-        payload: Tensor,
         ranks: tuple[int, ...],
         across: Swap | Idle,
         tag: int,
@@ -50,23 +48,26 @@ class ShardedExchange:
     ) -> None:
         self._communicator, self._ranks, self._across, self._tag = communicator, ranks, across, tag
         self._me = ranks.index(communicator.rank)
-        flat = bucket.storage.flat
+        flat, dtype = bucket.storage.flat, bucket.wire_dtype
         self._length, self._size = flat.numel(), -(-flat.numel() // len(ranks))
-        # one slot of full size for each member: parts of mine before they are averaged, the results of others after
-        space = bucket.state("received 0", self._size * len(ranks), payload.dtype)
-        self._payload, self.received = payload, space[: self._length]
-        self._part = self._part_of(self.received, self._me)
-        num_mine = self._part.numel()
         others = [j for j in range(len(ranks)) if j != self._me]
         self._others = {ranks[j]: j for j in others}
-        self._slots = [space[j * self._size : j * self._size + num_mine] for j in others]
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        self._own = self._part if wide == payload.dtype else bucket.state("shard", num_mine, wide)
+        if bucket.is_narrowed:  # results come to where the narrow copy was, once that has left
+            self._payload = self.received = cast(flat, bucket.state("received 0", self._length, dtype))
+            slots, places = bucket.state("slots", self._size * len(others), dtype), list(range(len(others)))
+        else:  # results come to where the parts of mine were, once these are averaged
+            slots, places = bucket.state("received 0", self._size * len(ranks), dtype), others
+            self._payload, self.received = flat, slots[: self._length]
+        self._part = self._part_of(self.received, self._me)
+        num_mine = self._part.numel()
+        self._slots = [slots[k * self._size : k * self._size + num_mine] for k in places]
+        self._wide = torch.promote_types(flat.dtype, torch.float32)
+        self._rest: Tensor | None = None  # what rounding to the wire dtype took from my part
+        if self._wide != dtype:
+            self._rest = bucket.state("rest", num_mine, dtype_of_rest(self._wide, dtype))
         senders = across.receive_from if isinstance(across, Swap) else {}
         more = range(len(self._slots), len(senders))
-        self._arriving = (self._slots + [bucket.state(f"across {k}", num_mine, payload.dtype) for k in more])[
-            : len(senders)
-        ]
+        self._arriving = (self._slots + [bucket.state(f"across {k}", num_mine, dtype) for k in more])[: len(senders)]
 
     def start(self) -> Handle:
         """Start it."""
@@ -77,7 +78,9 @@ class ShardedExchange:
 
     def remainder(self) -> tuple[int, Tensor]:
         """What rounding took away from this worker's part, times the number of workers, and where the part begins."""
-        return self._me * self._size, self._own
+        assert self._rest is not None
+        wide = join(self._part, self._rest, torch.empty_like(self._part, dtype=self._wide))
+        return self._me * self._size, wide.sub_(self._part).mul_(len(self._ranks))
 
     def _part_of(self, flat: Tensor, j: int) -> Tensor:
         return flat[min(j * self._size, self._length) : min((j + 1) * self._size, self._length)]
@@ -95,14 +98,16 @@ class ShardedExchange:
 
     def _average(self) -> None:
         mine = self._part_of(self._payload, self._me)
-        members = [*self._slots[: self._me], mine, *self._slots[self._me :]]
-        mean(members, [1.0] * len(members), out=self._own)
+        members, weights = [*self._slots[: self._me], mine, *self._slots[self._me :]], [1.0] * len(self._ranks)
+        if self._rest is None:
+            mean(members, weights, out=self._part)
+            return
+        for wide, part, rest, *parts in chunks(self._wide, self._part, self._rest, *members):
+            split(mean(parts, weights, out=wide), part, rest)
 
     def _swap(self) -> Handle:
         assert isinstance(self._across, Swap)
         self._average()
-        if self._own is not self._part:
-            cast(self._own, self._part)
         if not self._part.numel():
             return self._communicator.start_swap([], [], [], [], self._tag | 1)
         send_to, receive_from = self._across.send_to, tuple(self._across.receive_from)
@@ -115,9 +120,6 @@ class ShardedExchange:
             self._mix(tuple(self._across.receive_from.values()))
         else:
             self._average()
-        if self._own is not self._part:
-            cast(self._own, self._part)
-            self._own.sub_(self._part).mul_(len(self._ranks))
         receivers = list(self._others) if self._part.numel() else []
         parts = self._parts_of_others(self.received)
         payloads = [self._part] * len(receivers)
@@ -126,10 +128,13 @@ class ShardedExchange:
     def _mix(self, weights: tuple[float, ...]) -> None:
         if not self._part.numel():
             return
-        if self._own is self._part:
+        if self._rest is None:
             # one after the other, so that each ends with its weight
             for k, (tensor, weight) in enumerate(zip(self._arriving, weights, strict=True)):
-                self._own.lerp_(tensor, weight / (1 - sum(weights[k + 1 :])))
-        else:
-            for tensor, weight in zip(self._arriving, weights, strict=True):
-                add_difference(self._own, tensor, self._part, weight)
+                self._part.lerp_(tensor, weight / (1 - sum(weights[k + 1 :])))
+            return
+        for wide, part, rest, *arriving in chunks(self._wide, self._part, self._rest, *self._arriving):
+            join(part, rest, wide)
+            for tensor, weight in zip(arriving, weights, strict=True):
+                add_difference(wide, tensor, part, weight)
+            split(wide, part, rest)

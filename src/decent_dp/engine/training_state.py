@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decent_dp.engine.arithmetic import cast
 from decent_dp.engine.bucket import Bucket
-from decent_dp.engine.exchange import Arrived, finish
+from decent_dp.engine.exchange import Arrived, finish, sent_by
 from decent_dp.engine.replica import Replica
 from decent_dp.errors import TrainingError
 from decent_dp.topology import Idle
@@ -65,7 +65,11 @@ def capture(replica: Replica, *, copy: bool = True) -> State:
                 begin, part = arrived.remainder
                 remainder = torch.zeros_like(bucket.storage.flat)
                 remainder[begin : begin + part.numel()] = part
-            for key, flat in (("received", arrived.received), ("sent", arrived.sent), ("remainder", remainder)):
+            for key, flat in (
+                ("received", arrived.received),
+                ("sent", sent_by(bucket, arrived)),
+                ("remainder", remainder),
+            ):
                 if flat is not None:
                     views = bucket.storage.views(flat)
                     exchange[key] |= {name: take(v) for name, v in zip(bucket.names, views, strict=True)}
