@@ -97,7 +97,9 @@ def read_part(folder: Path, rank: int, identity: str, wanted: Callable[[str], bo
         reader = _Reader(folder, index, data.name)
         metadata = reader.read_metadata()
         items: Items = {
-            key: torch.empty(kind.size, dtype=kind.properties.dtype) if isinstance(kind, TensorStorageMetadata) else b""
+            key: torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
+            if isinstance(kind, TensorStorageMetadata)
+            else b""
             for key, kind in metadata.state_dict_metadata.items()
             if wanted(key)
         }

@@ -5,8 +5,9 @@ Plain data is what `torch.load` reads with ``weights_only=True``: whoever wrote 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ PIECE_BYTES = 2 * 2**20
 
 _ALIGN_BYTES = 64
 _SCALARS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+_VALUES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, bool), (int, int.__int__), (float, float.__float__), (str, str.__str__), (bytes, bytes)
+)  # fmt: skip
 
 
 class _Tensors:
@@ -36,12 +40,13 @@ class _Tensors:
         """Return what stands for a tensor in the skeleton: its number, as a scalar."""
         tensor = tensor.detach()
         if tensor.layout != torch.strided:
-            return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+            return tensor.to("cpu", copy=True)
+        signs = tensor.is_conj(), tensor.is_neg()  # views that read the same memory as something else
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), signs) if tensor.numel() else id(tensor)
         if key not in self._known:
             self._known[key] = len(self.all)
             self.all.append(tensor)
-        return torch.tensor(self._known[key])
+        return torch.tensor(self._known[key], device="cpu")
 
 
 class Staging:
@@ -61,11 +66,12 @@ class Staging:
         if memory is None or len(memory) != num_bytes:
             memory = self._kept[name] = mmap.mmap(-1, num_bytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # not every kernel has them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
         items: Items = {}
         begin = 0
         for (key, (dtype, length)), size in zip(lengths.items(), sizes, strict=True):
-            items[key] = torch.empty(0, dtype=dtype)
+            items[key] = torch.empty(0, dtype=dtype, device="cpu")
             if length:
                 items[key] = torch.frombuffer(memory, dtype=dtype, count=length, offset=begin)
             begin += size
@@ -134,25 +140,48 @@ def _cut(piece: Tensor, begin: int, shape: torch.Size) -> Tensor:
 
 def _skeleton(value: Any, where: str, tensors: _Tensors) -> Any:
     if isinstance(value, Tensor):
+        if value.is_quantized:
+            raise CheckpointError(f"{where} is a quantized tensor, which cannot be saved; save value.dequantize()")
         return tensors.place(value)
+    value = _plain(value)
     if isinstance(value, _SCALARS):
         return value
-    if isinstance(value, np.generic):
-        return _skeleton(value.item(), where, tensors)
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, (str, int, float, bool, type(None))):
+            if not isinstance(_plain(key), (str, int, float, bool, type(None))):
                 raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or numbers to be saved")
-        return {key: _skeleton(inner, f"{where}/{key}", tensors) for key, inner in value.items()}
+        return {_plain(key): _skeleton(inner, f"{where}/{key}", tensors) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         inside = [_skeleton(inner, f"{where}/{number}", tensors) for number, inner in enumerate(value)]
         return tuple(inside) if isinstance(value, tuple) else inside
     if isinstance(value, (set, frozenset)):
-        return {_skeleton(inner, where, tensors) for inner in value}
+        return {_element(inner, where) for inner in value}
     way_out = "torch.from_numpy makes a tensor of it" if isinstance(value, np.ndarray) else "give what it holds"
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which only pickle could restore, and files are read without running "
         f"what they say; save tensors, numbers, strings, lists, tuples and dicts: {way_out}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A scalar's value as what reads without pickle: numpy's float64 and enums of numbers or strings are subclasses."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    for kind, plain in _VALUES:
+        if isinstance(value, kind):
+            return plain(value)
+    return value
+
+
+def _element(value: Any, where: str) -> Any:
+    value = _plain(value)
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_element(inner, where) for inner in value)
+    raise CheckpointError(
+        f"{where} is a set with a {type(value).__name__} in it; elements must be strings, numbers or tuples of them to "
+        "be saved"
     )
 
 
