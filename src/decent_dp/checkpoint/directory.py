@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,10 @@ class Offer:
     number: int
     partial: str
     path: str
+
+    def absolute(self) -> Offer:
+        """The same on this worker, whatever its working directory will be."""
+        return replace(self, partial=os.path.abspath(self.partial), path=os.path.abspath(self.path))
 
 
 def offer(directory: str | os.PathLike[str], step: int) -> Offer:

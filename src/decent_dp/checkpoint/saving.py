@@ -18,7 +18,7 @@ from decent_dp.checkpoint.state import check_moment, collect, describe, describe
 from decent_dp.checkpoint.storage import write_part
 from decent_dp.checkpoint.tree import Items, Staging
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import CheckpointError, ConfigurationError
+from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 
 _POLL_S = 0.01
 _FAILED = 2**20  # on the board: a worker that has not written its part, next to a count of those that have
@@ -115,7 +115,7 @@ class Saving:
         keep: int | None,
     ) -> None:
         communicator = model._communicator
-        self._communicator, self._directory, self._place = communicator, directory, place
+        self._communicator, self._place = communicator, place.absolute()
         self._items, self._content, self._keep = items, content, keep
         # virtual workers take turns, so that only the last one can know that all have written
         self._commits = communicator.rank == (0 if communicator.timeout is not None else communicator.num_workers - 1)
@@ -125,6 +125,7 @@ class Saving:
         self._hurry = threading.Event()
         self._used_s = 0.0  # of the processor, up to the last pause
         self._is_shared = False
+        self._failure: Exception | None = None  # of any worker
 
     @property
     def done(self) -> bool:
@@ -140,14 +141,19 @@ class Saving:
         self._hurry.set()
         if self._thread is not None:
             self._thread.join()
-        if self._is_shared and self._report.error is not None:
-            raise CheckpointError(f"this checkpoint was not written: {self._report.error}")
+        if self._failure is not None:
+            raise CheckpointError(f"this checkpoint was not written: {self._failure}")
         if not self._is_shared:
             self._is_shared = True
-            self._report.share()
-            if self._commits:
-                with contextlib.suppress(RuntimeError):
-                    self._communicator.board.delete(self._key)
+            try:
+                self._report.share()
+            except DecentDPError as error:
+                self._failure = error
+                raise
+            finally:
+                if self._commits:
+                    with contextlib.suppress(RuntimeError):
+                        self._communicator.board.delete(self._key)
         return Path(self._place.path)
 
     def run(self) -> None:
@@ -176,11 +182,14 @@ class Saving:
         with self._report:
             self._communicator.board.add(self._key, 1 if self._report.error is None else _FAILED)
         if self._commits:
+            all_have = False
             with self._report:
-                if self._all_have_written():
-                    self._commit()
-                else:
-                    give_up(self._place)
+                all_have = self._all_have_written()
+            if not all_have:
+                give_up(self._place)
+                return
+            with self._report:
+                self._commit()
 
     def _write(self) -> None:
         with self._report:
@@ -202,7 +211,7 @@ class Saving:
             give_up(self._place)
             raise
         if self._keep is not None:
-            keep_latest(self._directory, self._keep)
+            keep_latest(Path(self._place.path).parent, self._keep)
 
     def _all_have_written(self) -> bool:
         """Wait until every worker has written its part, or failed to."""
@@ -271,6 +280,6 @@ def _start(
 
 def finish_earlier(model: DecentralizedDataParallel) -> None:
     """Wait for what `async_save` has started, unless that was waited for already."""
-    earlier = _UNDER_WAY.pop(model, None) if isinstance(model, DecentralizedDataParallel) else None
+    earlier = _UNDER_WAY.get(model) if isinstance(model, DecentralizedDataParallel) else None
     if earlier is not None and not earlier._is_shared:
-        earlier.wait()
+        earlier.wait()  # an interrupt leaves it under way, and its memory in use
