@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from cases.workers import flat, loss_of, network
 from decent_dp import CheckpointError, from_matrices
@@ -171,3 +172,30 @@ def test_means_are_of_those_that_have_a_value():
     result = mean.result()
     assert result["a"].tolist() == [1.5]
     assert (result["b"], result["c"]["d"].tolist(), result["c"]["e"].dtype) == (3, [1], torch.bfloat16)
+
+
+def test_what_is_empty_stays_there():
+    mean = Mean()
+    mean.add({"a": {}, "b": {"c": torch.tensor([1.0])}, "d": {}})
+    mean.add({"a": {}, "b": {}, "d": {"e": 1}})
+    assert mean.result() == {"a": {}, "b": {"c": torch.tensor([1.0])}, "d": {"e": 1}}
+
+
+class WithNothingBesides(nn.Linear):
+    """Its extra state is there, and empty."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {}
+
+
+def test_an_empty_extra_state_of_a_module_is_kept(tmp_path: Path):
+    (model,) = wrap_virtual(1, lambda rank: WithNothingBesides(), OPTIMIZERS["sgd"])
+    save(model, tmp_path)
+    load(model, tmp_path, start="consensus")
+    WithNothingBesides().load_state_dict(consensus_state(tmp_path))

@@ -45,7 +45,10 @@ class Mean:
             node = tree
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = leaf
+            if isinstance(leaf, dict):
+                node.setdefault(path[-1], {})  # it has entries elsewhere, or nowhere
+            else:
+                node[path[-1]] = leaf
         return tree
 
 
@@ -77,8 +80,6 @@ def consensus_start(
             moments.add(_moments(theirs))
     assert num_parts > own, (num_parts, own)
     start = weights.result()
-    for section in ("state_dict", "buffers"):
-        start.setdefault(section, {})
     if average_moments:
         _take(training, moments.result())
     return start, training

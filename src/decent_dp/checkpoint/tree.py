@@ -196,13 +196,13 @@ def _fill(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value that is no dict, with the keys that lead to it.
+    """Every value that is no dict, or an empty one, with the keys that lead to it.
 
     Example:
-        >>> list(leaves({"a": {"b": 1}, "c": [2]}))
-        [(('a', 'b'), 1), (('c',), [2])]
+        >>> list(leaves({"a": {"b": 1}, "c": [2], "d": {}}))
+        [(('a', 'b'), 1), (('c',), [2]), (('d',), {})]
     """
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
     else:
