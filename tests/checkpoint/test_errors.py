@@ -304,9 +304,39 @@ def test_an_extra_that_only_pickle_could_restore_is_named(tmp_path: Path):
         save(model, tmp_path, extra={"where": tmp_path})
     with pytest.raises(CheckpointError, match=r"rest/extra/a/0 is a ndarray.*torch\.from_numpy"):
         save(model, tmp_path, extra={"a": [torch.ones(2).numpy()]})
+
+
+def test_extras_that_cannot_be_loaded_change_nothing(tmp_path: Path):
+    (model,) = wrap()
+    run([model], 0, 1)
     save(model, tmp_path, extra={"a": 1})
+    (other,) = wrap()
+    before = flat(other)
     with pytest.raises(CheckpointError, match="extra has 'b' and the checkpoint has only"):
-        load(model, tmp_path, extra={"b": torch.Generator()})
+        load(other, tmp_path, extra={"b": torch.Generator()})
+    with pytest.raises(CheckpointError, match=r"extra\['a'\] is a int, which cannot be loaded in place"):
+        load(other, tmp_path, extra={"a": 1})
+    assert other.t == 0
+    assert torch.equal(flat(other), before)
+
+
+class Counting(nn.Sequential):
+    def __init__(self, persistent):
+        super().__init__(nn.Linear(3, 2))
+        self.register_buffer("count", torch.zeros(2), persistent=persistent)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_enters_or_leaves_the_state_dict_is_refused(persistent, tmp_path: Path):
+    (model,) = wrap(make=lambda: Counting(persistent))
+    run([model], 0, 1)
+    save(model, tmp_path)
+    (other,) = wrap(make=lambda: Counting(not persistent))
+    before = flat(other)
+    with pytest.raises(CheckpointError, match="does not fit this model: 'count' is in the state dict of only one"):
+        load(other, tmp_path)
+    assert other.t == 0
+    assert torch.equal(flat(other), before)
 
 
 def test_no_checkpoint_and_no_such_step(tmp_path: Path):

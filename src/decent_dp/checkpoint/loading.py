@@ -14,10 +14,12 @@ from decent_dp.checkpoint.other_world import consensus_start
 from decent_dp.checkpoint.saving import finish_earlier
 from decent_dp.checkpoint.state import (
     SECTIONS,
+    check_extra,
     check_moment,
     describe,
     describe_mixing,
     give_back,
+    other_buffers,
     put_back,
     set_random_states,
 )
@@ -114,9 +116,10 @@ def load(
         _compare(model, manifest, start)
         weights, training, rest = _read(model, manifest, start, moments)
         _check_content(model, manifest, weights, training, rest)
+        check_extra(extra, rest["extra"])
     reading.share()
 
-    # from here on only what the user handed in can refuse
+    # from here on only a load_state_dict of the user can refuse
     put_back(model, weights, training)
     placing = Report(model, doing)
     with placing:
@@ -189,7 +192,14 @@ def _check_content(
         names = set(model._replica.names)
         fits = training["step"] == manifest.step and training.keys() >= {"strength", "schedulers", "scaler", "window"}
         fits = fits and training["optimizer"].keys() <= names and {"random", "extra"} <= rest.keys()
-        for name, value in model.state_dict().items():
+        ours = model.state_dict()
+        if names_of_one := sorted(weights["state_dict"].keys() ^ ours.keys()):
+            raise CheckpointError(
+                f"{manifest.path} does not fit this model: '{names_of_one[0]}' is in the state dict of only one; "
+                "build the model as it was when it was saved"
+            )
+        fits = fits and weights["buffers"].keys() == other_buffers(model.module).keys()
+        for name, value in ours.items():
             saved = weights["state_dict"][name]
             fits = fits and getattr(saved, "shape", None) == getattr(value, "shape", None)
         for exchanged in [] if training["exchange"] is None else [training["exchange"][key] for key in _TRAVELS]:

@@ -58,7 +58,7 @@ def check_moment(model: DecentralizedDataParallel) -> None:
 def collect(model: DecentralizedDataParallel, extra: Mapping[str, Any] | None, staging: Staging) -> Items:
     """Copy everything that this worker needs to go on, once; see `decent_dp.checkpoint.tree.pack`."""
     replica = model._replica
-    items = pack("model", {"state_dict": model.state_dict(), "buffers": _other_buffers(model.module)}, staging)
+    items = pack("model", {"state_dict": model.state_dict(), "buffers": other_buffers(model.module)}, staging)
     training = capture(replica, copy=False)
     training["window"] = None
     if replica.num_accumulated:
@@ -152,27 +152,32 @@ def _states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def give_back(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
-    """Give objects that the user handed in their state back.
+def check_extra(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
+    """Check that what the user handed in can be given its state back.
 
     Raises:
-        CheckpointError: There is none for one of them, or it does not take it.
+        CheckpointError: There is none for one of them, or it takes none.
     """
     for name, value in (extra or {}).items():
         if name not in saved:
             raise CheckpointError(f"extra has '{name}' and the checkpoint has only {sorted(saved)} from its user")
-        if isinstance(value, torch.Generator):
-            value.set_state(saved[name].clone())
-        elif isinstance(value, Stateful):
-            value.load_state_dict(saved[name])
-        else:
+        if not isinstance(value, (torch.Generator, Stateful)):
             raise CheckpointError(
                 f"extra['{name}'] is a {type(value).__name__}, which cannot be loaded in place; take it from what "
                 "load() returns, and pass only objects with load_state_dict, or torch generators"
             )
 
 
-def _other_buffers(module: nn.Module) -> dict[str, Tensor]:
+def give_back(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
+    """Give objects that the user handed in their state back."""
+    for name, value in (extra or {}).items():
+        if isinstance(value, torch.Generator):
+            value.set_state(saved[name].clone())
+        else:
+            value.load_state_dict(saved[name])
+
+
+def other_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that ``state_dict`` leaves out."""
     kept = module.state_dict(keep_vars=True).values()
     inside = {id(value) for value in kept}
