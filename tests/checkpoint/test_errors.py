@@ -20,6 +20,7 @@ from decent_dp import CheckpointError, ConfigurationError, DecentralizedDataPara
 from decent_dp.checkpoint import async_save, checkpoints, inspect, load, save
 from decent_dp.checkpoint.storage import read_part, write_part
 from decent_dp.checkpoint.tree import pack
+from decent_dp.cli.main import main
 from virtual import wrap_virtual
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -224,6 +225,44 @@ def test_a_foreign_manifest_is_named(content, message, tmp_path: Path):
     (folder / "checkpoint.json").write_text(content)
     with pytest.raises(CheckpointError, match=rf"step-00000000/checkpoint\.json cannot be used: {message}"):
         load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("mixing", "workers_per_node"), None),
+        (("mixing", "workers_per_node"), 0),
+        (("model", "parameters"), [1]),
+        (("model", "parameters"), {}),
+        (("saved_at",), float("nan")),
+        (("saved_at",), 1e30),
+    ],
+)
+def test_a_manifest_with_nonsense_is_told_and_not_a_traceback(path, value, tmp_path: Path):
+    (model,) = wrap()
+    file = save(model, tmp_path) / "checkpoint.json"
+    content = inner = json.loads(file.read_text())
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(content))
+    command = main(["inspect", str(tmp_path)])
+    if value == {}:  # nothing of it can be compared
+        assert (command, inspect(tmp_path).consensus_distance) == (0, 0.0)
+        return
+    assert command == 1
+    with pytest.raises(CheckpointError, match=r"step-00000000.* cannot be used: "):
+        inspect(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["bytes", "crc32", "items"])
+def test_an_index_without_an_entry_is_named(key, tmp_path: Path):
+    write_part(tmp_path, 0, "id", pack("model", {"a": torch.ones(3)}))
+    index = json.loads((tmp_path / "__0.json").read_text())
+    del index[key]
+    (tmp_path / "__0.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"__0\.json cannot be used: it is not what was saved"):
+        read_part(tmp_path, 0, "id", lambda key: True)
 
 
 def test_parts_of_two_checkpoints_are_never_mixed(tmp_path: Path):

@@ -30,6 +30,7 @@ logger = logging.getLogger("decent_dp")
 _FORMAT = "decent_dp checkpoint"
 _VERSION = 1
 _MANIFEST = "checkpoint.json"
+_END_OF_TIME = 2**36  # seconds since 1970
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 _LEFT_OVER = (".partial-", ".removed-")
 
@@ -87,6 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
     sizes = content["part_bytes"]
     if not sizes or not all(isinstance(size, int) for size in sizes):
         raise damaged(file, "its entry 'part_bytes' is not what was saved")
+    if not 0 <= content["saved_at"] < _END_OF_TIME:
+        raise damaged(file, "its entry 'saved_at' is not what was saved")
     return Manifest(
         folder, **{name: content[name] for name in _FIELDS if name != "part_bytes"}, part_bytes=tuple(sizes)
     )

@@ -7,6 +7,7 @@ import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from decent_dp.checkpoint.loading import read_sections
 from decent_dp.checkpoint.other_world import Mean, is_averaged
 from decent_dp.checkpoint.saving import finish_earlier
 from decent_dp.checkpoint.state import check_moment
-from decent_dp.checkpoint.storage import named, sync_folder
+from decent_dp.checkpoint.storage import damaged, named, sync_folder
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import CheckpointError, ConfigurationError
+from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 
 Source = DecentralizedDataParallel | str | os.PathLike[str]
 
@@ -77,14 +78,22 @@ def inspect(directory: str | os.PathLike[str], *, step: int | None = None, dista
         CheckpointError: There is no checkpoint, or a file is missing, damaged or of something else.
     """
     manifest = find(directory, step)
+    with _plausible(manifest):
+        return _inspect(manifest, distance=distance)
+
+
+def _inspect(manifest: Manifest, *, distance: bool) -> Inspection:
     model, mixing = manifest.model, manifest.mixing
     (rest,) = read_sections(manifest, 0, ("rest",))
+    workers_per_node = int(mixing.get("workers_per_node", manifest.num_workers))
+    if not 1 <= workers_per_node <= manifest.num_workers:
+        raise ValueError(f"{workers_per_node} workers a node")
     return Inspection(
         path=manifest.path,
         step=manifest.step,
         saved_at=manifest.saved_at,
         num_workers=manifest.num_workers,
-        workers_per_node=int(mixing.get("workers_per_node", manifest.num_workers)),
+        workers_per_node=workers_per_node,
         topology=str(mixing.get("name")),
         wire_dtype=str(mixing.get("wire_dtype")),
         optimizer=str(model.get("optimizer")),
@@ -114,10 +123,22 @@ def consensus_state(source: Source, *, step: int | None = None) -> dict[str, Any
     if isinstance(source, DecentralizedDataParallel):
         return _of_running(source)
     manifest, mean = find(source, step), Mean()
-    for rank in range(manifest.num_workers):
-        (section,) = read_sections(manifest, rank, ("model",))
-        mean.add(section["state_dict"])
-    return mean.result()
+    with _plausible(manifest):
+        for rank in range(manifest.num_workers):
+            (section,) = read_sections(manifest, rank, ("model",))
+            mean.add(section["state_dict"])
+        return mean.result()
+
+
+@contextmanager
+def _plausible(manifest: Manifest) -> Iterator[None]:
+    """Turn whatever content that no run saves leads to into an error that names the checkpoint."""
+    try:
+        yield
+    except DecentDPError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise damaged(manifest.path, f"it is not what a run saves ({type(error).__name__}: {error})") from error
 
 
 def export(source: Source, out: str | os.PathLike[str], *, step: int | None = None) -> Path:

@@ -332,7 +332,7 @@ def _read_index(folder: Path, rank: int, identity: str) -> dict[str, Any]:
     index = read_json(file)
     if (index.get("id"), index.get("rank")) != (identity, rank):
         raise damaged(file, "it belongs to another checkpoint")
-    if not (isinstance(index.get("bytes"), int) and isinstance(index.get("items"), dict)):
+    if not all(isinstance(index.get(key), kind) for key, kind in (("bytes", int), ("crc32", int), ("items", dict))):
         raise damaged(file, "it is not what was saved")
     return index
 

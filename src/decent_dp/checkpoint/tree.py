@@ -202,7 +202,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         >>> list(leaves({"a": {"b": 1}, "c": [2], "d": {}}))
         [(('a', 'b'), 1), (('c',), [2]), (('d',), {})]
     """
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
     else:
