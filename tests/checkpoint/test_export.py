@@ -1,5 +1,7 @@
 """The consensus as plain weights, and what inspection says."""
 
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,4 +99,42 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path):
     for source in (tmp_path / "run", model):
         with pytest.raises(CheckpointError, match=f"{tmp_path}/file"):
             export_function(source, tmp_path / "file" / "out.pt")
+        with pytest.raises(CheckpointError, match=f"could not write {tmp_path}/run: Is a directory"):
+            export_function(source, tmp_path / "run")
+        with pytest.raises(ConfigurationError, match=r"out='\.' is no name of a file"):
+            export_function(source, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_full_disk_is_told_as_such(suffix, tmp_path: Path):
+    (model,) = wrap_virtual(1, lambda rank: torch.nn.Linear(3, 10_000), OPTIMIZERS["sgd"])
+    save(model, tmp_path / "run")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        for source in (tmp_path / "run", model):
+            with pytest.raises(CheckpointError, match=rf"could not write {tmp_path}/out\.{suffix}: File too large"):
+                export(source, tmp_path / f"out.{suffix}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+class Halves(torch.nn.Linear):
+    """With a buffer that safetensors does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("halves", torch.ones(2, dtype=torch.complex128))
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_named(tmp_path: Path):
+    (model,) = wrap_virtual(1, lambda rank: Halves(), OPTIMIZERS["sgd"])
+    save(model, tmp_path / "run")
+    for source in (tmp_path / "run", model):
+        with pytest.raises(ConfigurationError, match=r"\['halves'\] are of torch.complex128, which safetensors cannot"):
+            export(source, tmp_path / "out.safetensors")
+        export(source, tmp_path / "out.pt")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from decent_dp.checkpoint.loading import read_sections
 from decent_dp.checkpoint.other_world import Mean, is_averaged
 from decent_dp.checkpoint.saving import finish_earlier
 from decent_dp.checkpoint.state import check_moment
-from decent_dp.checkpoint.storage import damaged, named, sync_folder
+from decent_dp.checkpoint.storage import damaged, open_to_write, sync_folder
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 
@@ -130,7 +131,7 @@ def consensus_state(source: Source, *, step: int | None = None) -> dict[str, Any
         return mean.result()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _plausible(manifest: Manifest) -> Iterator[None]:
     """Turn whatever content that no run saves leads to into an error that names the checkpoint."""
     try:
@@ -162,11 +163,7 @@ def export(source: Source, out: str | os.PathLike[str], *, step: int | None = No
     file = Path(out)
     if not isinstance(source, DecentralizedDataParallel):
         _check_format(file)
-        state = consensus_state(source, step=step)
-        try:
-            _write(state, file)
-        except OSError as error:
-            raise CheckpointError(f"could not write {error.filename or file}: {error.strerror}") from error
+        _write(consensus_state(source, step=step), file)
         return file
     asking = Report(source, f"export to {file}")
     with asking:
@@ -197,6 +194,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _check_format(file: Path) -> None:
+    if not file.name:
+        raise ConfigurationError(f"out={str(file)!r} is no name of a file; give one that ends in .safetensors or .pt")
     if file.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigurationError(
             f"{file} is to be a file of safetensors, and the package safetensors is not installed; run "
@@ -207,24 +206,26 @@ def _check_format(file: Path) -> None:
 def _write(state: Mapping[str, Any], file: Path) -> None:
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with named(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.suffix == ".safetensors":
-                _write_safetensors(state, partial)
-            else:
-                with partial.open("wb") as stream:
-                    torch.save(dict(state), stream)
-            with partial.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            os.replace(partial, file)
-            sync_folder(file.parent)
-    except RuntimeError as error:  # what torch makes of a write that failed
-        raise CheckpointError(f"could not write {file}: {error}") from error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".safetensors":
+            _write_safetensors(state, partial)
+        else:
+            with open_to_write(partial) as stream:
+                torch.save(dict(state), stream)
+        with partial.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(partial, file)
+        sync_folder(file.parent)
+    except OSError as error:
+        place = file if str(error.filename) in ("None", str(partial)) else error.filename
+        raise CheckpointError(f"could not write {place}: {error.strerror}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _write_safetensors(state: Mapping[str, Any], file: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     others = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
@@ -233,7 +234,19 @@ def _write_safetensors(state: Mapping[str, Any], file: Path) -> None:
             f"'{others[0]}' is no dense tensor, which safetensors cannot hold; give a name that ends in .pt"
         )
     # two names of one parameter become two tensors, since the format knows no sharing
-    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}, file)
+    tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    try:
+        save_file(tensors, file)
+    except KeyError as error:  # it looks dtypes up
+        names = [name for name, value in state.items() if value.dtype == error.args[0]]
+        raise ConfigurationError(
+            f"{names} are of {error.args[0]}, which safetensors cannot hold; give a name that ends in .pt"
+        ) from error
+    except SafetensorError as error:
+        reason = re.search(r"os error (\d+)", str(error))
+        if reason is None:
+            raise CheckpointError(f"safetensors could not write {file}: {error}") from error
+        raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(file)) from error
 
 
 def _distance(manifest: Manifest) -> float:

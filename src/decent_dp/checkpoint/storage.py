@@ -15,7 +15,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,6 +228,11 @@ class _Files(FileSystem):
             if stream.failure is not None:
                 raise stream.failure
             self.num_bytes, self.checksum = stream.num_bytes, stream.checksum
+
+
+def open_to_write(file: Path) -> AbstractContextManager[Any]:
+    """Open a file for `torch.save`, so that what the operating system refuses is an `OSError`."""
+    return _Files(lambda: None).create_stream(file, "wb")
 
 
 class _Stream(io.RawIOBase):
