@@ -14,7 +14,7 @@ from torch import nn
 
 from cases.workers import loss_of, network
 from decent_dp import CheckpointError, DecentralizedDataParallel
-from decent_dp.checkpoint import async_save, checkpoints, load, save
+from decent_dp.checkpoint import async_save, checkpoints, inspect, load, save
 from decent_dp.checkpoint import directory as directory_module
 from decent_dp.checkpoint import saving as saving_module
 from spawn import spawn_script
@@ -102,6 +102,23 @@ def test_other_things_in_the_directory_are_left_alone(tmp_path: Path):
         loss_of(model, t, 0).backward()
         save(model, tmp_path, keep=1)
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000001-old", "step-00000002", "step-1"]
+
+
+def test_links_to_checkpoints_are_read_and_removed_and_what_they_lead_to_stays(tmp_path: Path, caplog):
+    model, place = one(), tmp_path / "elsewhere" / "step-00000000"
+    place.parent.mkdir()
+    os.rename(save(model, tmp_path / "run"), place)
+    (tmp_path / "run" / "step-00000000").symlink_to(place)
+    assert load(one(), tmp_path / "run").step == 0
+    loss_of(model, 0, 0).backward()
+    save(model, tmp_path / "run", keep=1)
+    assert (caplog.messages, os.listdir(tmp_path / "run")) == ([], ["step-00000001"])
+    assert load(one(), place).step == 0
+
+
+def test_a_name_that_the_system_refuses_is_told():
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\); give a directory"):
+        inspect("x" * 300)
 
 
 def test_the_one_before_stays_until_the_new_one_is_there(tmp_path: Path, monkeypatch):

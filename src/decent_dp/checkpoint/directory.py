@@ -12,6 +12,7 @@ says the number inside of it, not its name, its date or a pointer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -148,7 +149,7 @@ def find(directory: str | os.PathLike[str], step: int | None = None) -> Manifest
         CheckpointError: There is none, or files are missing or damaged; the message names them.
     """
     folder = Path(directory)
-    found, errors = ([read_manifest(folder)], []) if (folder / _MANIFEST).exists() else _look(folder)
+    found, errors = ([read_manifest(folder)], []) if os.path.exists(folder / _MANIFEST) else _look(folder)
     if errors and (step is None or all(manifest.step != step for manifest in found)):
         raise errors[0]
     if not found:
@@ -191,7 +192,8 @@ def offer(directory: str | os.PathLike[str], step: int) -> Offer:
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
         if name.startswith(_LEFT_OVER):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _delete(folder / name)
     number = max((manifest.number for manifest in _look(folder)[0]), default=0) + 1
     name, again = f"step-{step:08d}", 1
     while (folder / name).exists():
@@ -241,4 +243,12 @@ def _remove(manifests: Sequence[Manifest]) -> None:
     for manifest in manifests:
         away = manifest.path.with_name(f".removed-{manifest.path.name}-{manifest.id[:8]}")
         os.rename(manifest.path, away)
-        shutil.rmtree(away)
+        _delete(away)
+
+
+def _delete(folder: Path) -> None:
+    """Remove a folder; of a link, which may lead to where others keep it, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
