@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases.workers import network
+from cases.workers import flat, loss_of, network
 from decent_dp import CheckpointError
 from decent_dp.checkpoint import async_save, consensus_state, load, save
 from decent_dp.checkpoint.tree import pack, unpack
@@ -99,6 +99,25 @@ def test_a_default_device_changes_nothing(tmp_path: Path):
         async_save(model, tmp_path).wait()
         load(model, tmp_path)
         assert consensus_state(tmp_path)["0.weight"].device.type == "cpu"
+
+
+def test_a_run_loaded_in_inference_mode_goes_on(tmp_path: Path):
+    models = wrap_virtual(3, lambda rank: network(), partial(torch.optim.Adam, lr=0.1), topology="ring")
+    for t in range(4):
+        for rank, model in enumerate(models):
+            loss_of(model, t, rank).backward()
+        if t == 1:
+            with torch.inference_mode():
+                for model in models:
+                    save(model, tmp_path, extra={"a": torch.ones(2)})
+    expected = [flat(model) for model in models]
+    for model in models:
+        with torch.inference_mode():
+            assert not load(model, tmp_path).extra["a"].is_inference()
+    for t in range(2, 4):
+        for rank, model in enumerate(models):
+            loss_of(model, t, rank).backward()
+    assert all(torch.equal(flat(model), values) for model, values in zip(models, expected, strict=True))
 
 
 class WithoutHugePages(mmap.mmap):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from decent_dp.checkpoint.agreement import Report
 from decent_dp.checkpoint.directory import Manifest, find, read_manifest
 from decent_dp.checkpoint.other_world import consensus_start
@@ -49,6 +51,7 @@ class Loaded:
     extra: dict[str, Any]
 
 
+@torch.inference_mode(False)  # what is made here is trained on
 def load(
     model: DecentralizedDataParallel,
     directory: str | os.PathLike[str],
