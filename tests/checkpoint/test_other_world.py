@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cases.workers import flat, loss_of, network
-from decent_dp import CheckpointError, from_matrices
+from decent_dp import CheckpointError, DecentralizedDataParallel, from_matrices
 from decent_dp.checkpoint import consensus_state, load, save
 from decent_dp.checkpoint.other_world import Mean, fold
 from decent_dp.engine.training_state import capture
@@ -199,3 +199,25 @@ def test_an_empty_extra_state_of_a_module_is_kept(tmp_path: Path):
     save(model, tmp_path)
     load(model, tmp_path, start="consensus")
     WithNothingBesides().load_state_dict(consensus_state(tmp_path))
+
+
+def load_differently(rank, n, directory):
+    model = DecentralizedDataParallel(network(), partial(torch.optim.SGD, lr=0.1), topology="ring")
+    loss_of(model, 0, rank).backward()
+    save(model, directory)
+    loss_of(model, 1, rank).backward()
+    before, messages = flat(model), []
+    for options in ({"start": "consensus"}, {"step": 1}):
+        with pytest.raises(CheckpointError) as info:
+            load(model, directory, **(options if rank == 2 else {}))
+        messages.append(str(info.value))
+    assert torch.equal(flat(model), before)
+    load(model, directory)
+    return messages
+
+
+def test_workers_that_ask_for_another_start_are_refused(pool, tmp_path: Path):
+    for first, second in pool.run(load_differently, 3, tmp_path):
+        assert "do not load the same way: rank 0 asks for start='exact'" in first
+        assert "rank 2 for start='consensus', moments='average', step=None; every" in first
+        assert "step=None, rank 2 for start='exact', moments='average', step=1; every" in second

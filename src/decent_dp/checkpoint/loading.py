@@ -101,10 +101,17 @@ def load(
             raise ConfigurationError(
                 f"start={start!r}, moments={moments!r}; start is 'exact' or 'consensus', moments 'average' or 'replica'"
             )
-        if model._communicator.rank == 0:
-            found = find(directory, step)
-            choice.result = found.path.name, found.id
-    name, identity = choice.share()[0]
+        found = find(directory, step) if model._communicator.rank == 0 else None
+        choice.result = (start, moments, step), found and (found.path.name, found.id)
+    choices = choice.share()
+    name, identity = choices[0][1]
+    for rank, (asked, _) in enumerate(choices):
+        if asked != choices[0][0]:
+            words = ["start={!r}, moments={!r}, step={!r}".format(*choices[other][0]) for other in (0, rank)]
+            raise CheckpointError(
+                f"{model._replica.here}: the workers do not load the same way: rank 0 asks for {words[0]}, rank {rank} "
+                f"for {words[1]}; every worker must make the same call"
+            )
 
     reading = Report(model, doing)
     with reading:
