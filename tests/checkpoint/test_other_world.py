@@ -221,3 +221,24 @@ def test_workers_that_ask_for_another_start_are_refused(pool, tmp_path: Path):
         assert "do not load the same way: rank 0 asks for start='exact'" in first
         assert "rank 2 for start='consensus', moments='average', step=None; every" in first
         assert "step=None, rank 2 for start='exact', moments='average', step=1; every" in second
+
+
+class Refusing(WithNothingBesides):
+    """One worker does not take it back."""
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("not again")
+
+
+def load_what_refuses(rank, n, directory):
+    model = DecentralizedDataParallel(Refusing(), partial(torch.optim.SGD, lr=0.1), topology="ring")
+    save(model, directory)
+    with pytest.raises(CheckpointError) as info:
+        load(model, directory)
+    return str(info.value)
+
+
+def test_a_module_that_refuses_on_one_worker_fails_on_all(pool, tmp_path: Path):
+    for rank, message in enumerate(pool.run(load_what_refuses, 3, tmp_path, group_timeout_s=5)):
+        assert message == f"rank {rank}, step 0: could not load from {tmp_path}: rank 1: ValueError: not again"

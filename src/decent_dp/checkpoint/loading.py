@@ -129,10 +129,10 @@ def load(
         check_extra(extra, rest["extra"])
     reading.share()
 
-    # from here on only a load_state_dict of the user can refuse
-    put_back(model, weights, training)
+    # from here on only what the user has written can refuse: a load_state_dict, a set_extra_state
     placing = Report(model, doing)
     with placing:
+        put_back(model, weights, training)
         give_back(extra, rest["extra"])
         if start == "exact":
             set_random_states(rest["random"])

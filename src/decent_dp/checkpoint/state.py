@@ -74,14 +74,14 @@ def collect(model: DecentralizedDataParallel, extra: Mapping[str, Any] | None, s
 def put_back(model: DecentralizedDataParallel, weights: State, training: State) -> None:
     """Overwrite the replica with sections ``model`` and ``training``; random states come last, by the caller."""
     replica = model._replica
-    model.load_state_dict(weights["state_dict"])
-    buffers = dict(model.module.named_buffers())
-    for name, value in weights["buffers"].items():
-        buffers[name].copy_(value)
-    replica.drop_exchanges()
-    replica.drop_gradients()
-    model._hooks.reset()
     with replica.fails_on_error():
+        model.load_state_dict(weights["state_dict"])
+        buffers = dict(model.module.named_buffers())
+        for name, value in weights["buffers"].items():
+            buffers[name].copy_(value)
+        replica.drop_exchanges()
+        replica.drop_gradients()
+        model._hooks.reset()
         restore(replica, training)
         window = training["window"]
         if window is not None:
