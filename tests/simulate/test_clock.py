@@ -1,10 +1,12 @@
 """The clock, against what can be said by hand and what the runtime model predicts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from decent_dp.errors import ConfigurationError
-from decent_dp.plan import predict
+from decent_dp.plan import Rate, predict
 from decent_dp.simulate import cluster, run_clock, with_stragglers
 from decent_dp.topology import Layout, build
 
@@ -54,6 +56,17 @@ def test_it_agrees_with_the_prediction(name):
     layout = Layout(8, 2)
     profile = with_stragglers(make(layout, bytes_per_s=5 * GIGABIT, latency_s=1e-4), jitter=0.05)
     assert step_s(name, layout, profile, 400) == pytest.approx(predict(profile, name).step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("more", [{"mix_s": 0.02, "travel_s": 0.05}, {}], ids=["travel", "16 bits"])
+@pytest.mark.parametrize("name", ["exp", "hierarchical", "complete"])
+def test_it_agrees_with_the_prediction_of_a_measured_profile(name, more):
+    layout = Layout(8, 4)
+    made = make(layout, bytes_per_s=8 * GIGABIT, latency_s=1e-3)
+    # a sum that is slower than its messages, so that what carries an average shows
+    network = replace(made.network, clique_of_node=Rate(0.0, 1e8), all_reduce=Rate(0.0, 1e8))
+    profile = replace(made, element_bytes=4 if more else 2, compute=replace(made.compute, **more), network=network)
+    assert step_s(name, layout, profile, 200) == pytest.approx(predict(profile, name).step_s, rel=1e-3)
 
 
 def test_times_go_up_and_follow_from_the_seed():

@@ -153,8 +153,9 @@ class _Traffic:
 
     def add_shards(self, ranks: tuple[int, ...]) -> None:
         k = len(ranks)
+        num_on = np.bincount(self._node[list(ranks)])
         for rank in ranks:
-            near = int(np.sum(self._node[list(ranks)] == self._node[rank])) - 1
+            near = int(num_on[self._node[rank]]) - 1
             self._shards[rank] += 2 * near / k
             self._out[rank] += 2 * (k - 1 - near) / k
             self._in[rank] += 2 * (k - 1 - near) / k

@@ -95,7 +95,7 @@ def predict(
     if layout.num_workers != profile.num_workers:
         factors = (1.0,) * layout.num_workers
     wire = Wire(profile, layout)
-    work = _work(profile, dtype)
+    work = work_of(profile, dtype)
     if isinstance(topology, str) and topology == ALL_REDUCE:
         name, cycle = ALL_REDUCE, 1
         ends_of = _all_reduce(work, layout, wire)
@@ -106,8 +106,7 @@ def predict(
             raise ConfigurationError(f"the topology {built.name!r} is for {built.layout}, and asked for is {layout}")
         name = topology if isinstance(topology, str) else built.name
         cycle = built.num_rounds or _NUM_ENDLESS
-        bits = profile.element_bytes if dtype is None else _BYTES[dtype]
-        rounds = _Rounds(built, layout, wire, always_in_shards=bits <= 2, on_cpu=profile.device == "cpu")
+        rounds = Rounds(built, profile, wire, dtype)
         passes = max(float(rounds(t).num_passes.max()) for t in range(min(cycle, _NUM_ENDLESS)))
 
         def ends_of(speeds: Floats) -> Floats:
@@ -146,21 +145,37 @@ def narrow_dtype(profile: Profile, wire_dtype: Any) -> str | None:
     return name if _BYTES[name] < profile.element_bytes else None
 
 
-class _Rounds:
-    """Rounds as the clock needs them, made once each."""
+class Rounds:
+    """Rounds as the clock needs them, made once each; the first 64 in turn of a topology without a cycle.
 
-    def __init__(self, topology: AnyTopology, layout: Layout, wire: Wire, **how: bool) -> None:
-        self._topology, self._layout, self._wire, self._how = topology, layout, wire, how
+    Args:
+        topology: Has the rounds.
+        profile: Says where the parameters are, and how wide.
+        wire: Times of traffic.
+        dtype: What travels; None: the parameters as they are.
+    """
+
+    def __init__(self, topology: AnyTopology, profile: Profile, wire: Wire, dtype: str | None = None) -> None:
+        self._topology, self._wire, self._on_cpu = topology, wire, profile.device == "cpu"
+        self._is_narrow = (profile.element_bytes if dtype is None else _BYTES[dtype]) <= 2
         self._made: dict[int, Carried] = {}
 
     def __call__(self, t: int) -> Carried:
         index = t % (self._topology.num_rounds or _NUM_ENDLESS)
         if index not in self._made:
-            self._made[index] = carry(self._topology, index, self._layout, self._wire, **self._how)
+            self._made[index] = carry(
+                self._topology,
+                index,
+                self._topology.layout,
+                self._wire,
+                always_in_shards=self._is_narrow,
+                on_cpu=self._on_cpu,
+            )
         return self._made[index]
 
 
-def _work(profile: Profile, dtype: str | None) -> Work:
+def work_of(profile: Profile, dtype: str | None = None) -> Work:
+    """A step of a worker whose relative speed is 1; what travels has this dtype, or None: is as the parameters are."""
     compute = profile.compute
     ready = [bucket.ready_s for bucket in compute.buckets]
     scale = 1.0 if dtype is None else _BYTES[dtype] / profile.element_bytes
