@@ -69,6 +69,15 @@ def test_it_agrees_with_the_prediction_of_a_measured_profile(name, more):
     assert step_s(name, layout, profile, 200) == pytest.approx(predict(profile, name).step_s, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["all-reduce", "exp", "hierarchical", "complete"])
+def test_a_profile_of_other_workers_keeps_what_its_network_was_measured_with(name):
+    profile = make(Layout(8, 4), bytes_per_s=4 * GIGABIT, latency_s=1e-2)
+    for layout in (Layout(8, 2), Layout(32, 16)):
+        expected = predict(profile, name, layout=layout).step_s
+        assert step_s(name, layout, with_stragglers(profile, layout=layout)) == pytest.approx(expected, rel=1e-3)
+        assert step_s(name, layout, profile) == pytest.approx(expected, rel=1e-3)
+
+
 def test_times_go_up_and_follow_from_the_seed():
     layout = Layout(4, 1)
     profile = with_stragglers(make(layout), jitter=0.2)

@@ -12,7 +12,7 @@ from decent_dp.errors import ConfigurationError
 from decent_dp.plan.carried import Carried, Floats, carry
 from decent_dp.plan.clock import Work, all_reduced, decentralized, step_s
 from decent_dp.plan.jitter import draw_speeds
-from decent_dp.plan.profile import Profile
+from decent_dp.plan.profile import Compute, Profile
 from decent_dp.plan.wire import Wire
 from decent_dp.topology import AnyTopology, FunctionOfTime, Layout, Topology, catalog
 
@@ -91,9 +91,7 @@ def predict(
         layout = topology.layout
     layout = layout or profile.layout
     dtype = narrow_dtype(profile, wire_dtype)
-    factors = profile.compute.worker_factors
-    if layout.num_workers != profile.num_workers:
-        factors = (1.0,) * layout.num_workers
+    factors = factors_of(profile.compute, layout)
     wire = Wire(profile, layout)
     work = work_of(profile, dtype)
     if isinstance(topology, str) and topology == ALL_REDUCE:
@@ -172,6 +170,12 @@ class Rounds:
                 on_cpu=self._on_cpu,
             )
         return self._made[index]
+
+
+def factors_of(compute: Compute, layout: Layout) -> tuple[float, ...]:
+    """The factor of each worker; what was measured of single workers says nothing of others."""
+    same = len(compute.worker_factors) == layout.num_workers
+    return compute.worker_factors if same else (1.0,) * layout.num_workers
 
 
 def work_of(profile: Profile, dtype: str | None = None) -> Work:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from decent_dp.plan import Profile
 from decent_dp.plan.clock import all_reduced, decentralized
 from decent_dp.plan.jitter import draw_speeds
-from decent_dp.plan.predict import Rounds, work_of
+from decent_dp.plan.predict import Rounds, factors_of, work_of
 from decent_dp.plan.wire import Wire
 from decent_dp.simulate.plans import share_plans
 from decent_dp.topology import AnyTopology, Layout
@@ -50,13 +50,14 @@ def run_clock(
 
     Args:
         topology: Who waits for whom; None: all for all, as in torch's DistributedDataParallel.
-        profile: Compute and network; see `decent_dp.simulate.cluster` for one of plain numbers.
+        profile: Compute and network, of these workers or others; see `decent_dp.simulate.cluster` for one of plain
+            numbers.
         num_steps: How many, at least 1.
         seed: Of the jitter; one seed gives one answer.
         layout: The workers; those of the topology.
     """
     compute = profile.compute
-    speeds = draw_speeds(num_steps, compute.worker_factors, compute.jitter_quantiles, seed)
+    speeds = draw_speeds(num_steps, factors_of(compute, layout), compute.jitter_quantiles, seed)
     wire, work = Wire(profile, layout), work_of(profile)
     if topology is None:
         latency_s, s_per_byte = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from decent_dp.errors import ConfigurationError
 from decent_dp.plan import BucketTime, Compute, Network, Profile, Rate, lognormal
+from decent_dp.plan.predict import factors_of
 from decent_dp.topology import Layout
 
 _BUCKET_BYTES = 25 * 2**20
@@ -93,7 +94,7 @@ def with_stragglers(
     slow_factor: float = 1.0,
     layout: Layout | None = None,
 ) -> Profile:
-    """The profile with other variation of the compute times.
+    """The profile with other variation of the compute times; what the network was measured with stays.
 
     Args:
         profile: Of a cluster.
@@ -101,15 +102,14 @@ def with_stragglers(
             of the profile when None.
         slow_rank: A worker that is slow in every step.
         slow_factor: How many times the compute of the others it takes.
-        layout: The workers, if others than those of the profile.
+        layout: The workers, if others than those of the profile; there are as many ``worker_factors`` as these.
 
     Raises:
         ConfigurationError: There is no such worker, or a number cannot be.
     """
-    compute = profile.compute
-    n = profile.num_workers if layout is None else layout.num_workers
-    if n != profile.num_workers:  # what was measured of single workers says nothing of others
-        compute = replace(compute, worker_factors=(1.0,) * n)
+    layout = layout or profile.layout
+    compute, n = profile.compute, layout.num_workers
+    compute = replace(compute, worker_factors=factors_of(compute, layout))
     if jitter is not None:
         compute = replace(compute, jitter_quantiles=lognormal(jitter))
     if slow_rank is not None:
@@ -120,6 +120,4 @@ def with_stragglers(
         factors = list(compute.worker_factors)
         factors[slow_rank] *= slow_factor
         compute = replace(compute, worker_factors=tuple(factors))
-    if layout is None or layout == profile.layout:
-        return replace(profile, compute=compute)
-    return replace(profile, num_workers=n, workers_per_node=layout.workers_per_node, compute=compute)
+    return replace(profile, compute=compute)
