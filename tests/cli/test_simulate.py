@@ -50,6 +50,13 @@ def test_the_clock_alone(capsys):
     assert float(row.split("|")[2]) > 390
 
 
+@pytest.mark.parametrize("lr", ["0", "1e-200", "1e200", "1e308"])
+def test_learning_rates_that_make_no_sense_have_no_traceback(capsys, lr):
+    ran = in_process(capsys, f"simulate --workers 4 --dimension 2 --steps 4 --lr {lr} --json")
+    assert (ran.code, ran.err) == (0, "")
+    assert json.loads(ran.out, parse_constant=pytest.fail)["num_workers"] == 4
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

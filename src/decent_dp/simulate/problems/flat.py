@@ -66,11 +66,12 @@ class Flat(Problem):
         return {}
 
     def factors(self, squared_distance: float, lr: float) -> dict[str, float]:
-        """The squared distance per coordinate over ``(a s)^2`` or ``(a h)^2``, if one of them is zero."""
+        """The squared distance per coordinate over ``(a s)^2`` or ``(a h)^2``, if just one of them is zero."""
         if bool(self.noise) == bool(self.heterogeneity):
             return {}
         name, size = ("noise factor", self.noise) if self.noise else ("heterogeneity factor", self.heterogeneity)
-        return {name: squared_distance / self.dimension / (lr * size) ** 2}
+        scale = lr * size
+        return {name: squared_distance / self.dimension / scale / scale} if scale > 0 else {}
 
 
 def consensus(num_workers: int, seed: int = 0, dimension: int = 16) -> Flat:
