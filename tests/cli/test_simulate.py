@@ -73,6 +73,10 @@ def test_learning_rates_that_make_no_sense_have_no_traceback(capsys, lr):
         ("--target 1", "--target is a loss to reach, and here there is none"),
         ("--workers 4 --nodes 3", "every node has equally many workers"),
         ("--profile no.json", "profile no.json cannot be read"),
+        ("--seed -1", "argument --seed: '-1' is no whole number of at least 0"),
+        ("--seed 99999999999999999999", "is no whole number of at least 0 and at most 10**12"),
+        (f"--dimension {10**13}", "is no whole number of at least 1 and at most 10**12"),
+        ("--workers " + "9" * 5000, "is no whole number of at least 1 and at most 10**12"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(capsys, line, message):
@@ -80,4 +84,18 @@ def test_what_cannot_work_is_refused_in_one_line(capsys, line, message):
     assert ran.code == 2
     assert ran.out == ""
     assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"--steps {10**12} --clock-only {CLOCK}",
+        f"--dimension {10**12}",
+    ],
+)
+def test_what_does_not_fit_into_memory_is_one_line(capsys, line):
+    ran = in_process(capsys, f"simulate --workers 16 {line}")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith("decent-dp: this does not fit into memory; ask for less")
     assert ran.err.count("\n") == 1

@@ -77,7 +77,7 @@ def test_plan_says_when_it_is_not_worth_it(capsys, tmp_path):
         ("plan --profile {} --workers 7", "7 workers on 4 nodes: nodes must be equally full"),
         ("plan --profile {} --workers 0", "no whole number of at least 1"),
         ("plan --profile {} --wire-dtype int8", "'int8'"),
-        ("plan --profile {} --seed -1", "--seed is -1"),
+        ("plan --profile {} --seed -1", "argument --seed: '-1' is no whole number of at least 0"),
         ("measure", "give either --model PATH, or --parameters N with --compute-ms MS"),
         ("measure --parameters 65M", "--parameters N and --compute-ms MS go together"),
         ("measure --model a:b --compute-ms 3", "go together"),

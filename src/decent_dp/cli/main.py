@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's MemoryError
+            raise
+        return _fail("this does not fit into memory; ask for less: fewer workers, steps or coordinates", EXIT_FAILED)
     return code
 
 

@@ -10,6 +10,7 @@ from decent_dp.errors import ConfigurationError
 from decent_dp.topology import Layout
 
 _WIDTH = 79
+_LARGEST = 10**12
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,9 +77,19 @@ def _known(choices: Sequence[str]) -> str:
 
 def count(text: str) -> int:
     """Read a whole number of at least 1."""
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+    return _whole(text, 1)
+
+
+def seed(text: str) -> int:
+    """Read a whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 100 else -1
+    if not least <= number <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number of at least {least} and at most 10**12")
+    return number
 
 
 def _step(text: str) -> int:

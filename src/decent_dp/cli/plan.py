@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from decent_dp.cli.output import print_json, table, wrapped
-from decent_dp.cli.parsing import count
+from decent_dp.cli.parsing import count, seed
 from decent_dp.errors import ConfigurationError
 from decent_dp.plan import ALL_REDUCE, Prediction, Profile, Recommendation, recommend
 from decent_dp.topology import Layout
@@ -41,14 +41,12 @@ def add(subparsers: Any) -> None:
         help="this one alone, of " + ", ".join(_DTYPES) + "; may be repeated (default: the first two)",
     )  # fmt: skip
     parser.add_argument("--steps", type=count, default=400, metavar="N", help="simulated steps with jitter (400)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated jitter (0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the simulated jitter (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print."""
-    if args.seed < 0:
-        raise ConfigurationError(f"--seed is {args.seed}; give at least 0")
     profile = Profile.load(args.profile)
     layout = layout_of(profile, args.workers, args.nodes)
     found = recommend(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decent_dp.cli.output import print_json
-from decent_dp.cli.parsing import count, layout_of
+from decent_dp.cli.parsing import count, layout_of, seed
 from decent_dp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def add(subparsers: Any) -> None:
     add_argument("--nodes", type=count, metavar="M", help="nodes they share, equally many on each (1)")
     add_argument("--topology", action="append", metavar="NAME", help="a topology, or all-reduce; may be repeated (exp)")
     add_argument("--steps", type=count, default=200, metavar="N", help="steps of every worker (200)")
-    add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
+    add_argument("--seed", type=seed, default=0, metavar="N", help="of everything random (0)")
 
     problem = parser.add_argument_group("problem").add_argument
     problem("--problem", choices=PROBLEMS, metavar="NAME", default="noise", help=f"{', '.join(PROBLEMS)} (noise)")
@@ -118,8 +118,6 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value:g}; give a number of at least 0")
-    if args.seed < 0:
-        raise ConfigurationError(f"--seed is {args.seed}; give a whole number of at least 0")
     if args.output is not None and Path(args.output).suffix not in (".csv", ".json"):
         raise ConfigurationError(f"--output is {args.output}; give a file that ends in .csv or .json")
     if args.json and args.markdown:
