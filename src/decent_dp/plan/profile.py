@@ -246,5 +246,5 @@ def _network(network: Field, layout: Layout) -> Network:
             continue
         rate = network[pattern.name]
         rate.refuse_unknown({"latency_s", "bytes_per_s"})
-        rates[pattern.name] = Rate(rate["latency_s"].number(0), rate["bytes_per_s"].number(above=0))
+        rates[pattern.name] = Rate(rate["latency_s"].number(0), rate["bytes_per_s"].number(1))
     return Network(**rates)
