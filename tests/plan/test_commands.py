@@ -42,6 +42,15 @@ def test_plan_prints_a_table_that_fits_and_a_recommendation(capsys, saved):
     assert len([line for line in lines if line.endswith((" wire", " compute", " jitter"))]) == len(found.predictions)
 
 
+def test_plan_of_a_small_model_tells_steps_apart(capsys, tmp_path):
+    times = {"forward_s": 2e-4, "backward_s": 3e-4, "bucket_bytes": 1000}
+    profile(8, 2, net={"across": 10 * MB}, **times).save(tmp_path / "small.json")
+    out = in_process(capsys, f"plan --profile {tmp_path}/small.json").out
+    assert "forward 0.200 ms, backward 0.300 ms" in out
+    assert "(0.500 ms against 0.588 ms of all-reduce)" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_plan_as_json(capsys, saved):
     whole = json.loads(in_process(capsys, f"plan --profile {saved} --topology exp --wire-dtype float32 --json").out)
     assert [p["topology"] for p in whole["predictions"]] == ["exp", "all-reduce"]

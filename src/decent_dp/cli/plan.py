@@ -14,6 +14,8 @@ from decent_dp.topology import Layout
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
+_SHORT_S = 0.01  # where the fastest step is shorter than this, microseconds are shown
+
 _PLAN = """\
 Milliseconds per step of all-reduce (torch's DistributedDataParallel) and of
 every topology that serves the cluster, what bounds them, and which to use, if
@@ -104,11 +106,12 @@ def as_dict(profile: Profile, layout: Layout, found: Recommendation) -> dict[str
 def as_text(profile: Profile, layout: Layout, found: Recommendation) -> list[str]:
     """Lines for a terminal, at most 80 columns wide."""
     compute = profile.compute
+    digits = 1 if found.fastest.step_s >= _SHORT_S else 3
     lines = [
         f"{layout.num_workers} workers on {layout.num_nodes} nodes, "
         f"{profile.num_bytes / 2**20:.1f} MiB of parameters in {len(compute.buckets)} buckets",
-        f"forward {1000 * compute.forward_s:.1f} ms, backward {1000 * compute.backward_s:.1f} ms, "
-        f"update {1000 * compute.update_s:.1f} ms, mixing {1000 * compute.mix_s:.1f} ms",
+        f"forward {1000 * compute.forward_s:.{digits}f} ms, backward {1000 * compute.backward_s:.{digits}f} ms, "
+        f"update {1000 * compute.update_s:.{digits}f} ms, mixing {1000 * compute.mix_s:.{digits}f} ms",
     ]
     if layout != profile.layout:
         lines.append(
@@ -118,7 +121,10 @@ def as_text(profile: Profile, layout: Layout, found: Recommendation) -> list[str
     if slowest > 1.05 and layout.num_workers == profile.num_workers:
         rank = compute.worker_factors.index(slowest)
         lines.append(f"worker {rank} takes {slowest:.2f} times the mean in every step, and all wait for it")
-    rows = [[p.topology, p.wire_dtype or "", *map(_ms, _parts(p)), p.bound] for p in found.predictions]
+    rows = [
+        [p.topology, p.wire_dtype or "", *(f"{1000 * part:.{digits}f}" for part in _parts(p)), p.bound]
+        for p in found.predictions
+    ]
     lines += ["", table(["topology", "wire dtype", "ms/step", "compute", "+ wire", "+ jitter", "bound"], rows)]
     if found.left_out:
         same: dict[str, list[str]] = {}
@@ -138,10 +144,6 @@ def as_text(profile: Profile, layout: Layout, found: Recommendation) -> list[str
 
 def _parts(p: Prediction) -> tuple[float, float, float, float]:
     return p.step_s, p.compute_s, p.wire_s, p.jitter_s
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}"
 
 
 def _advice(found: Recommendation) -> str:

@@ -18,6 +18,7 @@ _NUM_DENSE = 256  # workers up to which the contraction is computed
 _ALIASES = frozenset({"one-peer-exp"})
 _PLAIN = ("complete", "exp", "ring")  # the names that stay where several topologies are one
 _NARROW = "bfloat16"
+_SHORT_S = 0.01  # steps shorter than this are told in microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ def _best(predictions: Sequence[Prediction], contraction: dict[str, float]) -> P
 def _judge(best: Prediction, baseline: Prediction) -> tuple[bool, str]:
     """Whether decentralized training is worth it, and why."""
     saved = 1 - best.step_s / baseline.step_s
-    times = f"{1000 * best.step_s:.0f} ms against {1000 * baseline.step_s:.0f} ms of all-reduce"
+    digits = 0 if best.step_s >= _SHORT_S else 3
+    times = f"{1000 * best.step_s:.{digits}f} ms against {1000 * baseline.step_s:.{digits}f} ms of all-reduce"
     if saved >= _WORTH:
         how = {"compute": "waits for almost nothing", "wire": "still waits for the network", "jitter": "still waits"}
         return True, f"{best.topology} saves {saved:.0%} of a step ({times}) and {how[best.bound]}."
