@@ -170,6 +170,12 @@ def test_a_drawing_is_the_same_every_time(capsys, tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_a_drawing_that_would_never_end_is_refused(capsys, tmp_path: Path) -> None:
+    ran = in_process(capsys, f"topology show exp --workers 4 --rounds 3000 --draw {tmp_path}/x.svg")
+    assert (ran.code, ran.out) == (2, "")
+    assert "3000 rounds of 4 workers are too many for a picture; give --rounds 256 or less" in ran.err
+
+
 def test_a_drawing_that_cannot_be_made(capsys, monkeypatch, tmp_path: Path) -> None:
     ran = in_process(capsys, f"topology show ring --workers 4 --draw {tmp_path}/none/x.svg")
     assert (ran.code, ran.out) == (1, "")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _NUM_SHOWN = 8
 _MOST_WORKERS = 4096
+_MOST_ROUNDS, _MOST_DRAWN = 256, 8192  # in a picture: rounds, and circles for workers in all of them
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _SHOW = """\
@@ -125,6 +126,12 @@ def _show(args: argparse.Namespace) -> None:
     topology = build(args.name, _layout_of(args))
     steps = range(args.rounds or min(topology.num_rounds or 4, _NUM_SHOWN))
     if args.draw is not None:
+        at_most = min(_MOST_ROUNDS, _MOST_DRAWN // topology.layout.num_workers)
+        if len(steps) > at_most:
+            raise ConfigurationError(
+                f"--draw {args.draw}: {len(steps)} rounds of {_plural(topology.layout.num_workers, 'worker')} are too "
+                f"many for a picture; give --rounds {at_most} or less"
+            )
         from decent_dp.cli.picture import save_picture  # matplotlib is optional
 
         save_picture(topology, steps, args.draw)
