@@ -38,7 +38,7 @@ from decent_dp.optim.scratch import ALIGNMENT, Scratch
 # whole bucket they read memory twice as often as Adam does. So a bucket is walked in batches of about this many
 # bytes per tensor, half as much more or less: on a CPU (there per thread) the pieces of a batch stay in its cache,
 # elsewhere the size bounds the scratch. Smaller ones would pay more for calls than they gain in cache.
-_BATCH_BYTES_CPU = 2**20
+_BATCH_BYTES_CPU = 3 * 2**19
 _BATCH_BYTES = 256 * 2**20
 # Smaller tensors are not worth a view of their own.
 _SMALL_BYTES = 2**18
@@ -147,8 +147,8 @@ def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool 
         use_fused = fused is not False and supports_fused(x)
         g = g.resolve_conj()
         plain = is_plain(x)
-        if plain and is_dense(x) and all(_same_order(t, x) for t in (M, V, b)):
-            if not _same_order(g, x) or g.dtype != x.dtype:
+        if plain and is_dense(x) and all(t.stride() == x.stride() or _same_order(t, x) for t in (M, V, b)):
+            if not (g.stride() == x.stride() or _same_order(g, x)) or g.dtype != x.dtype:
                 g = torch.empty_like(x).copy_(g)
             if x.numel() * x.element_size() > _SMALL_BYTES:
                 x, g, M, V, b = map(_flatten, (x, g, M, V, b))
@@ -162,9 +162,7 @@ def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
     """Whether the elements of two tensors of one shape lie in memory in the same order."""
-    return a.stride() == b.stride() or all(
-        i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True)
-    )
+    return all(i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True))
 
 
 def _flatten(tensor: Tensor) -> Tensor:
@@ -197,7 +195,7 @@ def _cut(row: tuple[Tensor, ...], capacity: int) -> Iterable[tuple[Tensor, ...]]
         return [row]
     # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
     length = -(-size // (-(-size // capacity) * ALIGNMENT)) * ALIGNMENT
-    return zip(*(tensor.split(length) for tensor in row), strict=True)  # type: ignore[no-untyped-call]
+    return zip(*(torch.unsafe_split(tensor, length) for tensor in row), strict=True)  # without Python in between
 
 
 def _remember(M: list[Tensor], V: list[Tensor], b: list[Tensor], beta1: float, beta2: float) -> None:
