@@ -219,3 +219,50 @@ def test_buckets_that_travel_narrowed_and_as_they_are_go_on_together():
         model(torch.ones(1, 3) * rank).backward()
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Keeps parameters and momenta in float32, whatever dtype the model has."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"master": p.detach().float(), "nested": [torch.zeros_like(p, dtype=torch.float32)]}
+                state["nested"][0].mul_(0.9).add_(p.grad)
+                state["master"].sub_(state["nested"][0], alpha=group["lr"])
+                p.copy_(state["master"])
+
+
+@pytest.mark.parametrize("bucket_mb", [BUCKET_MB, 3 * BUCKET_MB, 25])
+def test_state_that_is_wider_than_its_parameters_stays_so(bucket_mb):
+    def make(bucket_mb):
+        return wrap_virtual(
+            2,
+            lambda rank: make_network().to(torch.bfloat16),
+            MasterSGD,
+            topology="ring",
+            bucket_size_in_mb=bucket_mb,
+            workers_per_node=2,
+        )
+
+    def steps(models, first, last):
+        for t in range(first, last):
+            for rank, model in enumerate(models):
+                sum((p * (1 + 0.1 * t + rank) * p).sum() for p in model.parameters()).backward()
+
+    whole, first, second = make(BUCKET_MB), make(BUCKET_MB), make(bucket_mb)
+    steps(whole, 0, 7)
+    steps(first, 0, 4)
+    for old, new in zip(first, second, strict=True):
+        new.load_state_dict(old.state_dict())
+        restore(new._replica, capture(old._replica))
+    steps(second, 4, 7)
+    assert torch.equal(stack(second), stack(whole))

@@ -119,7 +119,8 @@ def _capture_optimizer(bucket: Bucket, state: State, take: Callable[[Any], Any])
         for parameter in group["params"]:
             name = names[id(parameter)]
             values = bucket.optimizer.state.get(parameter, {})
-            state["optimizer"][name] = {"state": take(values), "options": take(options)}
+            dtype = str(bucket.storage.flat.dtype)
+            state["optimizer"][name] = {"state": take(values), "options": take(options), "dtype": dtype}
             if scheduler is not None:
                 state["schedulers"][name] = _of_group(scheduler, position, num_groups)
 
@@ -146,6 +147,9 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
             index += 1
     bucket.optimizer.load_state_dict(loaded)
     for parameter, values in bucket.optimizer.state.items():
+        saved = state["optimizer"].get(names[id(parameter)], {})
+        if saved.get("dtype") == str(bucket.storage.flat.dtype):
+            values |= {key: _in_dtypes_of(saved["state"][key], v) for key, v in values.items() if key in saved["state"]}
         for key, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its layout
@@ -153,6 +157,17 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
         first = next(iter(state["schedulers"]))
         parts = [state["schedulers"][name or first] for name in representatives]
         bucket.scheduler.load_state_dict(_to_groups(parts))
+
+
+def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """Undo the casts of torch's optimizers, which give their state the dtype of the parameters whatever it had."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _in_dtypes_of(saved[key], v) if key in saved else v for key, v in loaded.items()}
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple) and len(saved) == len(loaded):
+        return type(loaded)(_in_dtypes_of(s, v) for s, v in zip(saved, loaded, strict=True))
+    return loaded
 
 
 def _of_group(value: Any, position: int, num_groups: int) -> Any:
