@@ -148,3 +148,16 @@ def large(rank, n, dtype):
     with model.consensus():
         values.append(next(model.parameters()).max().item())
     return [*values, next(model.parameters()).min().item()]
+
+
+def small_floats(rank, n):
+    module = nn.Linear(2, 1, bias=False)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        module.register_buffer(f"small_{dtype.itemsize}", torch.full((2,), 1.0 + rank).to(dtype))
+    model = DecentralizedDataParallel(module, SGD, sync_buffer_in_global_avg=True)
+    with model.consensus():
+        return [buffer.float().tolist() for buffer in module.buffers()]
+
+
+def test_buffers_of_8_and_16_bits_are_averaged(pool):
+    assert pool.run(small_floats, 2) == [[[1.5, 1.5]] * 2] * 2

@@ -197,7 +197,8 @@ def mean_over_workers(value: float, device: torch.device, communicator: Communic
 def _start_mean(tensor: Tensor, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
     """Start averaging a tensor over all workers, in at least float32; rank 0's value if it is integer or bool."""
     if tensor.is_floating_point() or tensor.is_complex():
-        wide = torch.promote_types(tensor.dtype, torch.float32)
+        is_wide = tensor.is_complex() or tensor.dtype.itemsize >= 4  # float8 has no promotion
+        wide = torch.promote_types(tensor.dtype, torch.float32) if is_wide else torch.float32
         mean = tensor.detach().to(wide).div(communicator.num_workers).contiguous()
     else:
         mean = tensor.detach().to(torch.int64, copy=True).contiguous()

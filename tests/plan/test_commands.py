@@ -84,6 +84,7 @@ def test_plan_says_when_it_is_not_worth_it(capsys, tmp_path):
         ("plan --profile nowhere.json", "profile nowhere.json cannot be read"),
         ("plan --profile {} --topology nosuch", "unknown topology 'nosuch'"),
         ("plan --profile {} --workers 7", "7 workers on 4 nodes: nodes must be equally full"),
+        ("plan --profile {} --workers 5000", "--workers 5000: the command line goes up to 4096"),
         ("plan --profile {} --workers 0", "no whole number of at least 1"),
         ("plan --profile {} --wire-dtype int8", "'int8'"),
         ("plan --profile {} --seed -1", "argument --seed: '-1' is no whole number of at least 0"),

@@ -11,6 +11,7 @@ from decent_dp.topology import Layout
 
 _WIDTH = 79
 _LARGEST = 10**12
+_MOST_WORKERS = 4096
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,6 +103,14 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the directory of a run's checkpoints, and ``--step``."""
     parser.add_argument("directory", metavar="DIR", help="where the run saves, or the folder of one checkpoint")
     parser.add_argument("--step", type=_step, metavar="T", help="which checkpoint (default: the latest)")
+
+
+def refuse_too_many(num_workers: int, instead: str) -> None:
+    """Refuse more workers than a command line can wait for; ``instead`` says what a Python program may do."""
+    if num_workers > _MOST_WORKERS:
+        raise ConfigurationError(
+            f"--workers {num_workers}: the command line goes up to {_MOST_WORKERS}; a Python program may {instead}"
+        )
 
 
 def add_layout(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from decent_dp.cli.output import print_json, table, wrapped
-from decent_dp.cli.parsing import count, seed
+from decent_dp.cli.parsing import count, refuse_too_many, seed
 from decent_dp.errors import ConfigurationError
 from decent_dp.plan import ALL_REDUCE, Prediction, Profile, Recommendation, recommend
 from decent_dp.topology import Layout
@@ -84,6 +84,7 @@ def layout_of(profile: Profile, num_workers: int | None, num_nodes: int | None) 
             f"{num_workers} workers on {num_nodes} nodes: nodes must be equally full; give --workers and --nodes so "
             "that the second divides the first"
         )
+    refuse_too_many(num_workers, "call decent_dp.plan.predict for one topology")
     return Layout(num_workers, num_workers // num_nodes)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from decent_dp.cli.diagram import diagram
 from decent_dp.cli.output import WIDTH, print_json, prints, table, wrapped
-from decent_dp.cli.parsing import add_layout, count, layout_of
+from decent_dp.cli.parsing import add_layout, count, layout_of, refuse_too_many
 from decent_dp.cli.words import describe_round
 from decent_dp.errors import ConfigurationError
 from decent_dp.topology import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from decent_dp.plan import Profile
 
 _NUM_SHOWN = 8
-_MOST_WORKERS = 4096
 _MOST_ROUNDS, _MOST_DRAWN = 256, 8192  # in a picture: rounds, and circles for workers in all of them
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -94,11 +93,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _layout_of(args: argparse.Namespace) -> Layout:
-    if args.workers > _MOST_WORKERS:
-        raise ConfigurationError(
-            f"--workers {args.workers}: the command line goes up to {_MOST_WORKERS}; a Python program may build and "
-            "analyse larger ones with decent_dp.topology"
-        )
+    refuse_too_many(args.workers, "build and analyse larger ones with decent_dp.topology")
     return layout_of(args)
 
 
