@@ -153,8 +153,10 @@ def large(rank, n, dtype):
 def small_floats(rank, n):
     module = nn.Linear(2, 1, bias=False)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
-        module.register_buffer(f"small_{dtype.itemsize}", torch.full((2,), 1.0 + rank).to(dtype))
+        module.register_buffer(f"small_{dtype.itemsize}", torch.zeros(2, dtype=dtype))
     model = DecentralizedDataParallel(module, SGD, sync_buffer_in_global_avg=True)
+    for buffer in module.buffers():
+        buffer.copy_(torch.full((2,), 1.0 + rank))
     with model.consensus():
         return [buffer.float().tolist() for buffer in module.buffers()]
 
