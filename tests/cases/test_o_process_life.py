@@ -414,7 +414,8 @@ def test_o6_spawn_takes_functions_and_partials_and_lambdas_made_in_the_child(
 
 
 def many_steps(rank, n, topology, num_steps):
-    """Steps with skipped updates, accumulation, evaluation and averages; what is held now and then."""
+    """Steps with skipped updates, accumulation, evaluation and averages; what is held before, now and then."""
+    seen = [held()]
     scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_interval=10**6)
     model = DecentralizedDataParallel(
         network(),
@@ -425,7 +426,6 @@ def many_steps(rank, n, topology, num_steps):
         bucket_size_in_mb=TINY,
     )
     x = torch.ones(2, 3)
-    seen = []
     for t in range(1, num_steps + 1):
         if t % 5 == 0:
             with model.no_sync():
@@ -446,11 +446,11 @@ def many_steps(rank, n, topology, num_steps):
 
 @pytest.mark.parametrize(("topology", "num_steps"), [("ring", 2000), ("complete", 600)])
 def test_o7_nothing_grows_over_many_steps(pool, topology, num_steps):
-    for first, middle, last in pool.run(many_steps, 2, topology, num_steps, timeout_s=60):
+    for before, first, middle, last in pool.run(many_steps, 2, topology, num_steps, timeout_s=60):
         assert last.num_tensors <= first.num_tensors
-        assert last.num_handles <= first.num_handles <= 16
-        assert last.num_descriptors == first.num_descriptors
-        assert last.num_threads == first.num_threads
+        assert last.num_handles <= first.num_handles <= before.num_handles + 16
+        assert last.num_descriptors <= first.num_descriptors
+        assert last.num_threads <= first.num_threads
         assert last.resident_kib - middle.resident_kib < 1024
 
 
