@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from decent_dp.comm.protocol import Handle
+from decent_dp.comm.protocol import Handle, WorkerLost
 
 
 class Conveyor:
@@ -96,5 +96,5 @@ class Chain:
         """See `Handle.wait`."""
         self.is_at_the_end.wait()
         if self._error is not None:
-            raise self._error
+            raise self._error.again() if isinstance(self._error, WorkerLost) else self._error
         self._under_way.wait()

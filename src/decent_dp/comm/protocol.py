@@ -27,6 +27,10 @@ class WorkerLost(Exception):  # noqa: N818 - a report of the communicator, turne
         self.reason = reason
         self.causes = self.ranks if causes is None else tuple(causes)
 
+    def again(self) -> "WorkerLost":
+        """The same, to be raised by a communicator that keeps this one: a traceback would keep the model alive."""
+        return WorkerLost(self.ranks, self.reason, self.causes)
+
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """How messages call one worker, or several of which one is meant."""

@@ -72,7 +72,8 @@ class TorchCommunicator:
         self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
         self.in_flight = InFlight()
-        self._conveyor, self._departures = Conveyor(), Conveyor()
+        self._conveyor = Conveyor()
+        self._departures = Conveyor()  # of what is sent in turn: its thread sends, and waits until that has left
         self._lost: WorkerLost | None = None
         self._explaining = threading.Lock()
         self._pid = os.getpid()
@@ -268,7 +269,7 @@ class TorchCommunicator:
         with self._explaining:
             if self._lost is None:
                 self._lost = self._explain(ranks, error)
-            return self._lost  # what fails after the first is a consequence
+            return self._lost.again()  # what fails after the first is a consequence
 
     def _explain(self, ranks: tuple[int, ...], error: RuntimeError) -> WorkerLost:
         notes: dict[int, tuple[int, ...]] = {}

@@ -147,8 +147,8 @@ def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool 
         use_fused = fused is not False and supports_fused(x)
         g = g.resolve_conj()
         plain = is_plain(x)
-        if plain and is_dense(x) and all(t.stride() == x.stride() or _same_order(t, x) for t in (M, V, b)):
-            if not (g.stride() == x.stride() or _same_order(g, x)) or g.dtype != x.dtype:
+        if plain and is_dense(x) and all(_same_order(t, x) for t in (M, V, b)):
+            if not _same_order(g, x) or g.dtype != x.dtype:
                 g = torch.empty_like(x).copy_(g)
             if x.numel() * x.element_size() > _SMALL_BYTES:
                 x, g, M, V, b = map(_flatten, (x, g, M, V, b))
@@ -162,7 +162,9 @@ def _alike(lists: Sequence[Sequence[Tensor]], steps: Sequence[int], fused: bool 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
     """Whether the elements of two tensors of one shape lie in memory in the same order."""
-    return all(i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True))
+    return a.stride() == b.stride() or all(
+        i == j or size == 1 for i, j, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+    )
 
 
 def _flatten(tensor: Tensor) -> Tensor:
