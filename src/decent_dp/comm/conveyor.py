@@ -16,9 +16,14 @@ from decent_dp.comm.protocol import Handle, WorkerLost
 
 
 class Conveyor:
-    """Moves chains on; its threads start with the first chain."""
+    """Moves chains on; its threads start with the first chain.
 
-    def __init__(self) -> None:
+    Args:
+        limit: How many chains may be under way past their first operation; None is any number.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._places = None if limit is None else threading.Semaphore(limit)
         self._stages: list[tuple[queue.SimpleQueue[Chain | None], threading.Thread]] = []
         self._chains: list[Chain] = []
         self._error: BaseException | None = None
@@ -62,8 +67,12 @@ class Conveyor:
 
     def _run(self, waiting: queue.SimpleQueue[Chain | None], position: int) -> None:
         while (chain := waiting.get()) is not None:
+            if position == 0 and self._places is not None:
+                self._places.acquire()
             error = chain.advance(self._error)
             self._error = self._error or error  # another position may have failed meanwhile
+            if chain.is_at_the_end.is_set() and self._places is not None:
+                self._places.release()
             self._put(chain, position + 1)
 
 

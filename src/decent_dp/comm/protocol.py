@@ -84,12 +84,15 @@ class Communicator(Protocol):
     def board(self) -> Board:
         """Shared by the workers of this communicator alone; to be used after `prepare`."""
 
-    def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any]) -> None:
+    def prepare(
+        self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any], workers_per_node: int = 1
+    ) -> None:
         """Set up what the given cliques need, on all workers in the same order; nothing where it is there already.
 
         Args:
             cliques: Every distinct set of workers that will be summed or gathered over, sorted.
             devices: Devices of the tensors that will travel.
+            workers_per_node: Workers on one machine, which reach each other without its network.
         """
 
     def start_swap(
@@ -110,8 +113,9 @@ class Communicator(Protocol):
             receive_from: Ranks that send to this worker.
             buffers: One tensor like what is sent for each rank of ``receive_from``.
             tag: Equal on both sides, below 2**30; tells exchanges of different steps and buckets apart.
-            in_turn: Whether what this worker sends leaves after what it sent in turn before. Several at a time would
-                share a link unequally, and this step could come to wait for a bucket while those of the next are sent.
+            in_turn: Whether what this worker sends to other nodes leaves after what it sent there in turn before.
+                Several at a time would share a link unequally, and this step could come to wait for a bucket while
+                those of the next are sent.
         """
 
     def start_sum(self, buffer: Tensor, ranks: Sequence[int] | None = None) -> Handle:

@@ -33,6 +33,9 @@ from decent_dp.errors import ConfigurationError, ExchangeError
 # workers one carries the payloads of the lower rank and the other those of the higher, so that this word never queues
 # behind a payload that goes the same way.
 _LANES = 2
+# Workers of a node share its uplink unequally. Each waits for what the others brought, and so for the one with the least;
+# without a limit the others would meanwhile send what is needed later, and take from its share.
+_MOST_CHAINS = 4
 _LINGER_S = 5.0  # how long a process that ends waits for others to take its last exchange
 _NOTES_S = 2.0  # how long to wait for the notes of workers that fail at about the same time
 
@@ -72,7 +75,7 @@ class TorchCommunicator:
         self.timeout = timeout or _timeout_of(group)
         self._groups: dict[tuple[tuple[int, ...] | None, str], Any] = {}
         self.in_flight = InFlight()
-        self._conveyor = Conveyor()
+        self._conveyor = Conveyor(_MOST_CHAINS)
         self._departures = Conveyor()  # of what is sent in turn: its thread sends, and waits until that has left
         self._lost: WorkerLost | None = None
         self._explaining = threading.Lock()
@@ -81,8 +84,11 @@ class TorchCommunicator:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._known: set[tuple[tuple[int, ...] | None, str]] = set()  # on all workers, whether this one is in it or not
 
-    def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device]) -> None:
+    def prepare(
+        self, cliques: Sequence[tuple[int, ...]], devices: Sequence[torch.device], workers_per_node: int = 1
+    ) -> None:
         """See `Communicator.prepare`: connect the groups, in the same order on every worker."""
+        self._workers_per_node = workers_per_node
         everyone = tuple(range(self.num_workers))
         kinds = sorted({device.type for device in devices})
         wanted: list[tuple[tuple[int, ...] | None, str]] = [(None, kind) for kind in kinds]
@@ -131,7 +137,7 @@ class TorchCommunicator:
             send(Works(self, tuple(payloads))).wait()
             return works
 
-        if device.type != "cuda" and in_turn and send_to:
+        if device.type != "cuda" and in_turn and any(self._is_elsewhere(rank) for rank in send_to):
             return self._departures.start([lambda: Works(self, ()), send_and_wait])
         send(works)
         if device.type == "cuda":
@@ -142,7 +148,7 @@ class TorchCommunicator:
     def start_chain(self, operations: Sequence[Callable[[], Handle]], device: torch.device) -> Handle:
         """See `Communicator.start_chain`."""
         if device.type != "cuda":
-            return self._conveyor.start(operations)
+            return self._conveyor.start([*operations, lambda: Works(self, ())])  # its thread waits for the last one
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return Queued(operations, self._streams[device])
@@ -303,6 +309,9 @@ class TorchCommunicator:
         """Return the group of a clique, or of all workers."""
         key = (None if ranks is None else tuple(ranks), device.type)
         return self._groups.get(key) or Closed()
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        return rank // self._workers_per_node != self.rank // self._workers_per_node
 
     def _others(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         return tuple(rank for rank in (range(self.num_workers) if ranks is None else ranks) if rank != self.rank)

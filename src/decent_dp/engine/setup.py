@@ -62,7 +62,7 @@ def set_up(
     devices = {tensor.device for tensor in [*parameters.values(), *model.buffers()]}
     is_on_cpu = all(device.type == "cpu" for device in devices)
     cliques = [c for c in topology.cliques() if not (is_on_cpu and topology.layout.are_apart_or_together(c))]
-    communicator.prepare(cliques, sorted(devices, key=str))
+    communicator.prepare(cliques, sorted(devices, key=str), workers_per_node)
     buckets = tuple(
         Bucket(index, members, [parameters[name] for name in members], settings) for index, members in enumerate(names)
     )

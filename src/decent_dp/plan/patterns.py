@@ -87,7 +87,7 @@ class _Patterns:
         self._nodes = [tuple(layout.ranks_of(node)) for node in range(layout.num_nodes)]
         pairs = [(*a, *b) for a, b in zip(self._nodes[::2], self._nodes[1::2], strict=False)]
         cliques = {members for members in (*self._nodes, *pairs) if 1 < len(members) < layout.num_workers}
-        communicator.prepare(sorted(cliques), [device])
+        communicator.prepare(sorted(cliques), [device], L)
         self._mine = self._nodes[self._rank // L]
         self._pair = next((members for members in pairs if self._rank in members), None)
         self._tick = torch.zeros(1, device=device)
