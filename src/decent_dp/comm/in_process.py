@@ -85,9 +85,7 @@ class InProcessCommunicator:
         self._num_calls: dict[tuple[Any, ...], int] = {}
         self.board: Board = _Numbers(world._numbers)
 
-    def prepare(
-        self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any], workers_per_node: int = 1
-    ) -> None:
+    def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any], workers_per_node: int = 1) -> None:
         """Nothing to set up."""
 
     def start_swap(

@@ -84,9 +84,7 @@ class Communicator(Protocol):
     def board(self) -> Board:
         """Shared by the workers of this communicator alone; to be used after `prepare`."""
 
-    def prepare(
-        self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any], workers_per_node: int = 1
-    ) -> None:
+    def prepare(self, cliques: Sequence[tuple[int, ...]], devices: Sequence[Any], workers_per_node: int = 1) -> None:
         """Set up what the given cliques need, on all workers in the same order; nothing where it is there already.
 
         Args:

@@ -33,8 +33,8 @@ from decent_dp.errors import ConfigurationError, ExchangeError
 # workers one carries the payloads of the lower rank and the other those of the higher, so that this word never queues
 # behind a payload that goes the same way.
 _LANES = 2
-# Workers of a node share its uplink unequally. Each waits for what the others brought, and so for the one with the least;
-# without a limit the others would meanwhile send what is needed later, and take from its share.
+# Workers of a node share its uplink unequally, and each waits for what the others brought, so for the one with the
+# least of it. Without a limit the others would meanwhile send what is needed later, and take from its share.
 _MOST_CHAINS = 4
 _LINGER_S = 5.0  # how long a process that ends waits for others to take its last exchange
 _NOTES_S = 2.0  # how long to wait for the notes of workers that fail at about the same time
