@@ -8,6 +8,9 @@ The token bucket is on the host's own end of the link, so what a host sends leav
 pressure reaches the sending socket without losses. What arrives is not shaped a second time: where every host sends
 to one other at a time, as in all rounds measured here, a downlink carries what one uplink lets through.
 
+Between the hosts TCP runs `CONGESTION_CONTROL`, Linux's own default, whatever the machine has chosen: with bbr, for
+one, a connection that is alone on its link leaves 3 % of it idle, and those that share one get unequal parts.
+
 Needs root and iproute2. Without either the hosts are processes on the loopback interface, and `Lab.why_not_shaped`
 says so. Traffic never leaves the namespaces.
 """
@@ -30,7 +33,9 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 PREFIX = "ddplab"
+CONGESTION_CONTROL = "cubic"
 _MTU_BYTES = 1500
+_NETWORK = "10.117.0.0/24"
 _MIN_BURST_BYTES = 64 * 1024  # one segment as the kernel hands it over; smaller ones would be cut up first
 _BURST_S = 2e-3
 _QUEUE_S = 50e-3
@@ -79,7 +84,8 @@ class Lab:
         """One line for tables and reports."""
         if self.why_not_shaped is None:
             assert self.rate_bits_per_s is not None
-            return f"{self.num_hosts} hosts in network namespaces, uplinks of {self.rate_bits_per_s / 1e6:g} Mbit/s"
+            uplinks = f"uplinks of {self.rate_bits_per_s / 1e6:g} Mbit/s, TCP {CONGESTION_CONTROL}"
+            return f"{self.num_hosts} hosts in network namespaces, {uplinks}"
         where = "in network namespaces" if self.has_namespaces else "on loopback"
         return f"{self.num_hosts} hosts {where}; the network is NOT shaped: {self.why_not_shaped}"
 
@@ -149,6 +155,8 @@ class Lab:
             _ip("-n", name, "link", "set", "eth0", "addrgenmode", "none")  # one address, the one below
             _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            way = ("dev", "eth0", "src", self.address(host), "congctl", CONGESTION_CONTROL)
+            _ip("-n", name, "route", "replace", _NETWORK, *way)
             if self.rate_bits_per_s:
                 bucket = tbf_arguments(self.rate_bits_per_s)
                 _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)

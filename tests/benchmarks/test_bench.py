@@ -68,6 +68,31 @@ def test_lab_shapes_or_says_why_not() -> None:
         assert "NOT shaped" in hosts.description
 
 
+_CONNECT = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+_LISTEN = """
+import socket
+with socket.create_server(("", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
+
+@needs_namespaces
+def test_both_ends_of_a_connection_run_the_same_congestion_control() -> None:
+    with Lab(2) as hosts:
+        listener = hosts.start(0, [sys.executable, "-c", _LISTEN], {}, sys.stderr, ROOT)
+        assert listener.stdout is not None
+        port = listener.stdout.readline().strip()
+        caller = hosts.start(1, [sys.executable, "-c", _CONNECT, hosts.address(0), port], {}, sys.stderr, ROOT)
+        assert caller.communicate(timeout=30)[0].strip() == lab.CONGESTION_CONTROL
+        assert listener.communicate(timeout=30)[0].strip() == lab.CONGESTION_CONTROL
+
+
 def test_lab_without_root_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with Lab(3, 1e9) as hosts:
