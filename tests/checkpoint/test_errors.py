@@ -326,8 +326,12 @@ def test_moments_at_which_the_state_is_not_whole_are_refused(tmp_path: Path):
     model._replica.after_step = None
     with pytest.raises(ConfigurationError, match="model is Sequential"):
         save(model.module, tmp_path)
-    with pytest.raises(ConfigurationError, match="keep must be at least 1"):
-        save(model, tmp_path, keep=0)
+    for keep in (0, True):
+        with pytest.raises(ConfigurationError, match="keep must be at least 1"):
+            save(model, tmp_path, keep=keep)
+    for call in (save, load):
+        with pytest.raises(ConfigurationError, match="extra is a list; it must be a dict"):
+            call(model, tmp_path, extra=[1])
     with pytest.raises(ConfigurationError, match="start='other'"):
         load(model, tmp_path, start="other")
     loss = loss_of(model, 0, 0)
@@ -357,6 +361,26 @@ def test_extras_that_cannot_be_loaded_change_nothing(tmp_path: Path):
         load(other, tmp_path, extra={"a": 1})
     assert other.t == 0
     assert torch.equal(flat(other), before)
+
+
+def test_options_that_cannot_share_a_group_change_nothing(tmp_path: Path):
+    apart = {"bucket_size_in_mb": 16 / 2**20}
+    (model,) = wrap(**apart)
+    assert len(model.optimizers) > 1
+    run([model], 0, 2)
+    model.optimizers[0].param_groups[0]["lr"] = 0.5
+    save(model, tmp_path)
+    (other,) = wrap()
+    run([other], 0, 1)
+    before = flat(other)
+    with pytest.raises(TrainingError, match=r"come to share a parameter group and their lr differs \(0.* and 0"):
+        load(other, tmp_path)
+    assert other.t == 1
+    assert torch.equal(flat(other), before)
+    run([other], 1, 2)  # and training can go on
+    (same,) = wrap(**apart)
+    load(same, tmp_path)
+    assert torch.equal(flat(same), flat(model))
 
 
 class Counting(nn.Sequential):

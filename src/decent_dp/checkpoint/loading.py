@@ -16,6 +16,7 @@ from decent_dp.checkpoint.other_world import consensus_start
 from decent_dp.checkpoint.saving import finish_earlier
 from decent_dp.checkpoint.state import (
     SECTIONS,
+    as_mapping,
     check_extra,
     check_moment,
     describe,
@@ -28,6 +29,7 @@ from decent_dp.checkpoint.state import (
 from decent_dp.checkpoint.storage import damaged, data_name, read_part
 from decent_dp.checkpoint.tree import unpack
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.engine.training_state import check
 from decent_dp.errors import CheckpointError, ConfigurationError
 
 Start = Literal["exact", "consensus"]
@@ -97,6 +99,7 @@ def load(
     choice = Report(model, doing)
     with choice:
         check_moment(model)
+        extra = as_mapping(extra)
         if start not in ("exact", "consensus") or moments not in ("average", "replica"):
             raise ConfigurationError(
                 f"start={start!r}, moments={moments!r}; start is 'exact' or 'consensus', moments 'average' or 'replica'"
@@ -214,6 +217,7 @@ def _check_content(
             fits = fits and getattr(saved, "shape", None) == getattr(value, "shape", None)
         for exchanged in [] if training["exchange"] is None else [training["exchange"][key] for key in _TRAVELS]:
             fits = fits and exchanged.keys() <= names
+        check(model._replica, training)
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(file, f"it is not what a run saves ({error})") from error
     if not fits:

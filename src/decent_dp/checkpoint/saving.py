@@ -250,7 +250,7 @@ def _start(
     content: dict[str, Any] = {}
     with report:
         check_moment(model)
-        if keep is not None and (not isinstance(keep, Integral) or keep < 1):
+        if keep is not None and (not isinstance(keep, Integral) or isinstance(keep, bool) or keep < 1):
             raise ConfigurationError(f"keep must be at least 1 checkpoint, or None to keep all, got {keep!r}")
         items = collect(model, extra, _STAGING.get(model, Staging()))
         content = {
@@ -260,16 +260,15 @@ def _start(
             "model": describe(model),
         }
         place = offer(directory, model.t) if model._communicator.rank == 0 else None
-        report.result = (model.t, os.fspath(directory), place)
+        report.result = (f"is at step {model.t} and saves to {os.fspath(directory)} with keep={keep}", place)
     results = report.share()
-    for rank, (step, folder, _) in enumerate(results):
-        if (step, folder) != results[0][:2]:
+    for rank, (words, _) in enumerate(results):
+        if words != results[0][0]:
             raise CheckpointError(
-                f"{model._replica.here}: the workers do not save the same thing: rank 0 is at step {results[0][0]} and "
-                f"saves to {results[0][1]}, rank {rank} is at step {step} and saves to {folder}; every worker must "
-                "make the same call after the same update"
+                f"{model._replica.here}: the workers do not save the same thing: rank 0 {results[0][0]}, rank {rank} "
+                f"{words}; every worker must make the same call after the same update"
             )
-    saving = Saving(model, directory, results[0][2], items, content, keep)
+    saving = Saving(model, directory, results[0][1], items, content, keep)
     if in_background:
         _UNDER_WAY[model] = saving
         saving.start()

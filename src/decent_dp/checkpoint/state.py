@@ -21,7 +21,7 @@ from decent_dp.checkpoint.tree import Items, Staging, pack
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.engine.hooks import in_backward
 from decent_dp.engine.training_state import State, capture, restore
-from decent_dp.errors import CheckpointError, TrainingError
+from decent_dp.errors import CheckpointError, ConfigurationError, TrainingError
 
 SECTIONS = ("model", "training", "rest")
 
@@ -143,7 +143,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 def _states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the user handed in, objects replaced by their state."""
     found: dict[str, Any] = {}
-    for name, value in (extra or {}).items():
+    for name, value in as_mapping(extra).items():
         if not isinstance(name, str):
             raise CheckpointError(f"extra has the key {name!r}; its keys must be strings")
         if isinstance(value, torch.Generator):
@@ -152,13 +152,26 @@ def _states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
+def as_mapping(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What the user handed in, by name.
+
+    Raises:
+        ConfigurationError: It has no names.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigurationError(
+            f"extra is a {type(extra).__name__}; it must be a dict, or None: {{'sampler': sampler}}"
+        )
+    return extra or {}
+
+
 def check_extra(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
     """Check that what the user handed in can be given its state back.
 
     Raises:
         CheckpointError: There is none for one of them, or it takes none.
     """
-    for name, value in (extra or {}).items():
+    for name, value in as_mapping(extra).items():
         if name not in saved:
             raise CheckpointError(f"extra has '{name}' and the checkpoint has only {sorted(saved)} from its user")
         if not isinstance(value, (torch.Generator, Stateful)):

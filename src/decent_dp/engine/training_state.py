@@ -89,6 +89,17 @@ def restore(replica: Replica, state: State) -> None:
             bucket.exchange = _restore_exchange(replica, bucket, state["exchange"])
 
 
+def check(replica: Replica, state: State) -> None:
+    """Refuse what `restore` would refuse, while nothing is changed.
+
+    Raises:
+        TrainingError: Parameters come to share a parameter group whose options were not the same.
+    """
+    for bucket in replica.buckets:
+        for known in _known_of_groups(bucket, state):
+            _refuse_different(known, state)
+
+
 def rename(state: State, names: Mapping[str, str]) -> None:
     """Move what belongs to parameters to their new names, and drop what belongs to others.
 
@@ -131,8 +142,8 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
     loaded["state"] = {}
     index = 0
     representatives: list[str | None] = []
-    for group, entry in zip(bucket.optimizer.param_groups, loaded["param_groups"], strict=True):
-        known = [names[id(p)] for p in group["params"] if names[id(p)] in state["optimizer"]]
+    groups = zip(bucket.optimizer.param_groups, loaded["param_groups"], _known_of_groups(bucket, state), strict=True)
+    for group, entry, known in groups:
         representatives.append(known[0] if known else None)
         if known:
             _refuse_different(known, state)
@@ -157,6 +168,13 @@ def _restore_optimizer(bucket: Bucket, state: State) -> None:
         first = next(iter(state["schedulers"]))
         parts = [state["schedulers"][name or first] for name in representatives]
         bucket.scheduler.load_state_dict(_to_groups(parts))
+
+
+def _known_of_groups(bucket: Bucket, state: State) -> list[list[str]]:
+    """For each parameter group the parameters that the state knows."""
+    names = {id(p): name for name, p in zip(bucket.names, bucket.parameters, strict=True)}
+    groups = [[names[id(p)] for p in group["params"]] for group in bucket.optimizer.param_groups]
+    return [[name for name in group if name in state["optimizer"]] for group in groups]
 
 
 def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
