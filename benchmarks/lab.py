@@ -9,7 +9,7 @@ pressure reaches the sending socket without losses. What arrives is not shaped a
 to one other at a time, as in all rounds measured here, a downlink carries what one uplink lets through.
 
 Between the hosts TCP runs `CONGESTION_CONTROL`, Linux's own default, whatever the machine has chosen: with bbr, for
-one, a connection that is alone on its link leaves 3 % of it idle, and those that share one get unequal parts.
+one, a connection that is alone on its link leaves a part of it idle, and those that share one get unequal parts.
 
 Needs root and iproute2. Without either the hosts are processes on the loopback interface, and `Lab.why_not_shaped`
 says so. Traffic never leaves the namespaces.
@@ -35,7 +35,7 @@ from typing import IO, Any
 PREFIX = "ddplab"
 CONGESTION_CONTROL = "cubic"
 _MTU_BYTES = 1500
-_NETWORK = "10.117.0.0/24"
+_NETWORK = "10.117.0"
 _MIN_BURST_BYTES = 64 * 1024  # one segment as the kernel hands it over; smaller ones would be cut up first
 _BURST_S = 2e-3
 _QUEUE_S = 50e-3
@@ -156,7 +156,7 @@ class Lab:
             _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             way = ("dev", "eth0", "src", self.address(host), "congctl", CONGESTION_CONTROL)
-            _ip("-n", name, "route", "replace", _NETWORK, *way)
+            _ip("-n", name, "route", "replace", f"{_NETWORK}.0/24", *way)
             if self.rate_bits_per_s:
                 bucket = tbf_arguments(self.rate_bits_per_s)
                 _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
@@ -165,7 +165,7 @@ class Lab:
 
     def address(self, host: int) -> str:
         """The address of a host; the hosts share loopback where there are no namespaces."""
-        return f"10.117.0.{host + 1}" if self.has_namespaces else "127.0.0.1"
+        return f"{_NETWORK}.{host + 1}" if self.has_namespaces else "127.0.0.1"
 
     def free_port(self) -> int:
         """A port that nobody listens on at host 0."""

@@ -30,7 +30,7 @@ from decent_dp.checkpoint.storage import damaged, data_name, read_part
 from decent_dp.checkpoint.tree import unpack
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.engine.training_state import check
-from decent_dp.errors import CheckpointError, ConfigurationError
+from decent_dp.errors import CheckpointError, ConfigurationError, TrainingError
 
 Start = Literal["exact", "consensus"]
 Moments = Literal["average", "replica"]
@@ -99,7 +99,7 @@ def load(
     choice = Report(model, doing)
     with choice:
         check_moment(model)
-        extra = as_mapping(extra)
+        given = as_mapping(extra)
         if start not in ("exact", "consensus") or moments not in ("average", "replica"):
             raise ConfigurationError(
                 f"start={start!r}, moments={moments!r}; start is 'exact' or 'consensus', moments 'average' or 'replica'"
@@ -129,14 +129,14 @@ def load(
         _compare(model, manifest, start)
         weights, training, rest = _read(model, manifest, start, moments)
         _check_content(model, manifest, weights, training, rest)
-        check_extra(extra, rest["extra"])
+        check_extra(given, rest["extra"])
     reading.share()
 
     # from here on only what the user has written can refuse: a load_state_dict, a set_extra_state
     placing = Report(model, doing)
     with placing:
         put_back(model, weights, training)
-        give_back(extra, rest["extra"])
+        give_back(given, rest["extra"])
         if start == "exact":
             set_random_states(rest["random"])
     placing.share()
@@ -217,7 +217,12 @@ def _check_content(
             fits = fits and getattr(saved, "shape", None) == getattr(value, "shape", None)
         for exchanged in [] if training["exchange"] is None else [training["exchange"][key] for key in _TRAVELS]:
             fits = fits and exchanged.keys() <= names
-        check(model._replica, training)
+        try:
+            check(model._replica, training)
+        except TrainingError as error:
+            raise CheckpointError(
+                f"{manifest.path} does not fit this model: {error} it is saved, or load it with the bucket size of then"
+            ) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(file, f"it is not what a run saves ({error})") from error
     if not fits:

@@ -160,18 +160,18 @@ def as_mapping(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigurationError(
-            f"extra is a {type(extra).__name__}; it must be a dict, or None: {{'sampler': sampler}}"
+            f"extra is a {type(extra).__name__}; it must be a dict such as {{'epoch': 3}}, or None"
         )
     return extra or {}
 
 
-def check_extra(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
+def check_extra(extra: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Check that what the user handed in can be given its state back.
 
     Raises:
         CheckpointError: There is none for one of them, or it takes none.
     """
-    for name, value in as_mapping(extra).items():
+    for name, value in extra.items():
         if name not in saved:
             raise CheckpointError(f"extra has '{name}' and the checkpoint has only {sorted(saved)} from its user")
         if not isinstance(value, (torch.Generator, Stateful)):
@@ -181,9 +181,9 @@ def check_extra(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> No
             )
 
 
-def give_back(extra: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
+def give_back(extra: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Give objects that the user handed in their state back."""
-    for name, value in (extra or {}).items():
+    for name, value in extra.items():
         if isinstance(value, torch.Generator):
             value.set_state(saved[name].clone())
         else:

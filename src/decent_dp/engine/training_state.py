@@ -211,7 +211,7 @@ def _refuse_different(names: list[str], state: State) -> None:
             if str(value) != str(first.get(key)):
                 raise TrainingError(
                     f"parameters '{names[0]}' and '{name}' come to share a parameter group and their {key} differs "
-                    f"({first.get(key)} and {value}); set it equal in model.optimizers first"
+                    f"({first.get(key)} and {value}); set it equal in model.optimizers before"
                 )
 
 
