@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decent_dp import optim
-from decent_dp.optim import functional
+from decent_dp.optim import pieces
 from optim import oracle
 
 # name -> (factory, decay is decoupled, steps in a window)
@@ -142,8 +142,8 @@ def test_batches_do_not_change_results(monkeypatch, dtype):
     """Bit-equal whether tensors travel whole, together or in many pieces."""
     ends = []
     for batch_bytes, small_bytes in ((2**24, 2**24), (2**12, 0), (2**11, 2**8)):
-        monkeypatch.setattr(functional, "_BATCH_BYTES_CPU", batch_bytes)
-        monkeypatch.setattr(functional, "_SMALL_BYTES", small_bytes)
+        monkeypatch.setattr(pieces, "_BATCH_BYTES_CPU", batch_bytes)
+        monkeypatch.setattr(pieces, "_SMALL_BYTES", small_bytes)
         generator = torch.Generator().manual_seed(3)
         named = [
             (str(shape), torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))

@@ -11,6 +11,7 @@ from decent_dp.errors import ConfigurationError
 from decent_dp.optim.functional import accum_adam
 from decent_dp.optim.fused import supports_fused
 from decent_dp.optim.hyperparameters import check_hyperparameters
+from decent_dp.optim.pieces import Pieces
 
 _TENSORS = ("first_moment", "second_moment", "gradient_mean")
 
@@ -31,6 +32,7 @@ class _AccumulatedAdam(Optimizer):
         foreach: bool | None,
         fused: bool | None,
     ) -> None:
+        self._pieces: dict[int, Pieces] = {}  # of each group, by its index
         super().__init__(
             params,
             {
@@ -89,12 +91,12 @@ class _AccumulatedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter) for parameter in params]
             for state in states:
                 state["step"] += 1
-            accum_adam(
+            self._pieces[index] = accum_adam(
                 params,
                 [parameter.grad for parameter in params],
                 [state["first_moment"] for state in states],
@@ -110,6 +112,7 @@ class _AccumulatedAdam(Optimizer):
                 accum_iter=group["accum_iter"],
                 foreach=group["foreach"],
                 fused=group["fused"],
+                pieces=self._pieces.get(index),
             )
         return loss
 
@@ -129,6 +132,10 @@ class _AccumulatedAdam(Optimizer):
             for name in _TENSORS:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pieces = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `AccumAdam` or `AccumAdamW`, also from the middle of a window.
