@@ -18,7 +18,7 @@ from torch import nn
 from cases.workers import flat, loss_of, network
 from decent_dp import CheckpointError, ConfigurationError, DecentralizedDataParallel, TrainingError
 from decent_dp.checkpoint import async_save, checkpoints, inspect, load, save
-from decent_dp.checkpoint.storage import read_part, write_part
+from decent_dp.checkpoint.storage import Plan, read_part, write_part
 from decent_dp.checkpoint.tree import pack
 from decent_dp.cli.main import main
 from virtual import wrap_virtual
@@ -176,7 +176,7 @@ def test_nothing_that_a_stranger_wrote_is_run(tmp_path: Path):
     identity = json.loads((folder / "__0.json").read_text())["id"]
     items = read_part(folder, 0, identity, lambda key: True)
     items["rest"] = Harm(tmp_path / "harmed")
-    write_part(folder, 0, identity, items)  # with sizes and checksums that fit
+    write_part(folder, 0, identity, Plan(items))  # with sizes and checksums that fit
     manifest = json.loads((folder / "checkpoint.json").read_text())
     manifest["part_bytes"] = [(folder / "__0_0.distcp").stat().st_size]
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
@@ -201,7 +201,7 @@ def test_nothing_that_a_stranger_wrote_is_run(tmp_path: Path):
     ],
 )
 def test_an_index_that_says_nonsense_is_refused(change, tmp_path: Path):
-    write_part(tmp_path, 0, "id", pack("model", {"a": torch.ones(3)}))
+    write_part(tmp_path, 0, "id", Plan(pack("model", {"a": torch.ones(3)})))
     index = json.loads((tmp_path / "__0.json").read_text())
     index["items"]["model/float32/0"] |= change
     (tmp_path / "__0.json").write_text(json.dumps(index))
@@ -216,7 +216,7 @@ def test_an_index_that_says_nonsense_is_refused(change, tmp_path: Path):
         ("[]", "it is JSON of something else"),
         ("{}", "it was not written by decent_dp"),
         ('{"format": "decent_dp checkpoint", "version": 9}', "its format has version 9"),
-        ('{"format": "decent_dp checkpoint", "version": 1, "id": 3}', "its entry 'id'"),
+        ('{"format": "decent_dp checkpoint", "version": 2, "id": 3}', "its entry 'id'"),
     ],
 )
 def test_a_foreign_manifest_is_named(content, message, tmp_path: Path):
@@ -257,7 +257,7 @@ def test_a_manifest_with_nonsense_is_told_and_not_a_traceback(path, value, tmp_p
 
 @pytest.mark.parametrize("key", ["bytes", "crc32", "items"])
 def test_an_index_without_an_entry_is_named(key, tmp_path: Path):
-    write_part(tmp_path, 0, "id", pack("model", {"a": torch.ones(3)}))
+    write_part(tmp_path, 0, "id", Plan(pack("model", {"a": torch.ones(3)})))
     index = json.loads((tmp_path / "__0.json").read_text())
     del index[key]
     (tmp_path / "__0.json").write_text(json.dumps(index))
@@ -412,6 +412,6 @@ def test_no_checkpoint_and_no_such_step(tmp_path: Path):
 
 
 def test_checksums_are_those_of_zlib(tmp_path: Path):
-    write_part(tmp_path, 0, "id", pack("model", {"a": torch.ones(3)}))
+    write_part(tmp_path, 0, "id", Plan(pack("model", {"a": torch.ones(3)})))
     index = json.loads((tmp_path / "__0.json").read_text())
     assert index["crc32"] == zlib.crc32((tmp_path / "__0_0.distcp").read_bytes())

@@ -29,7 +29,7 @@ from decent_dp.errors import CheckpointError
 logger = logging.getLogger("decent_dp")
 
 _FORMAT = "decent_dp checkpoint"
-_VERSION = 1
+_VERSION = 2
 _MANIFEST = "checkpoint.json"
 _END_OF_TIME = 2**36  # seconds since 1970
 _NAME = re.compile(r"step-\d{8,}(\.\d+)?")

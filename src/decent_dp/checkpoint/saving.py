@@ -15,8 +15,8 @@ from typing import Any
 from decent_dp.checkpoint.agreement import Report
 from decent_dp.checkpoint.directory import Offer, commit, give_up, keep_latest, offer
 from decent_dp.checkpoint.state import check_moment, collect, describe, describe_mixing
-from decent_dp.checkpoint.storage import write_part
-from decent_dp.checkpoint.tree import Items, Staging
+from decent_dp.checkpoint.storage import Plan, write_part
+from decent_dp.checkpoint.tree import Staging
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 
@@ -110,13 +110,13 @@ class Saving:
         model: DecentralizedDataParallel,
         directory: str | os.PathLike[str],
         place: Offer,
-        items: Items,
+        plan: Plan,
         content: Mapping[str, Any],
         keep: int | None,
     ) -> None:
         communicator = model._communicator
         self._communicator, self._place = communicator, place.absolute()
-        self._items, self._content, self._keep = items, content, keep
+        self._plan, self._content, self._keep = plan, content, keep
         # virtual workers take turns, so that only the last one can know that all have written
         self._commits = communicator.rank == (0 if communicator.timeout is not None else communicator.num_workers - 1)
         self._report = Report(model, f"save to {directory}")
@@ -193,8 +193,8 @@ class Saving:
 
     def _write(self) -> None:
         with self._report:
-            write_part(Path(self._place.partial), self._communicator.rank, self._place.id, self._items, self._pause)
-        self._items = {}
+            write_part(Path(self._place.partial), self._communicator.rank, self._place.id, self._plan, self._pause)
+        del self._plan  # and with it the copy of the state, unless that memory is kept
 
     def _pause(self) -> None:
         """Leave the processor to training, unless somebody waits."""
@@ -246,13 +246,12 @@ def _start(
     report = Report(model, f"save to {directory}")
     if in_background:
         _STAGING.setdefault(model, Staging())
-    items: Items = {}
     content: dict[str, Any] = {}
     with report:
         check_moment(model)
         if keep is not None and (not isinstance(keep, Integral) or isinstance(keep, bool) or keep < 1):
             raise ConfigurationError(f"keep must be at least 1 checkpoint, or None to keep all, got {keep!r}")
-        items = collect(model, extra, _STAGING.get(model, Staging()))
+        plan = Plan(collect(model, extra, _STAGING.get(model, Staging())))
         content = {
             "step": model.t,
             "saved_at": time.time(),
@@ -268,7 +267,7 @@ def _start(
                 f"{model._replica.here}: the workers do not save the same thing: rank 0 {results[0][0]}, rank {rank} "
                 f"{words}; every worker must make the same call after the same update"
             )
-    saving = Saving(model, directory, results[0][1], items, content, keep)
+    saving = Saving(model, directory, results[0][1], plan, content, keep)
     if in_background:
         _UNDER_WAY[model] = saving
         saving.start()

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from decent_dp.checkpoint.tree import Items
 from decent_dp.errors import CheckpointError
 
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2**18
 
 
 def data_name(rank: int) -> str:
@@ -48,30 +48,45 @@ def index_name(rank: int) -> str:
     return f"__{rank}.json"
 
 
-def write_part(
-    folder: Path, rank: int, identity: str, items: Items, pause: Callable[[], object] = lambda: None
-) -> None:
+class Plan(DefaultSavePlanner):
+    """What a worker's part consists of. To plan keeps the interpreter busy, so it is not done beside training.
+
+    Args:
+        items: Tensors on the CPU, and objects of plain data.
+    """
+
+    def __init__(self, items: Items) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pause: Callable[[], object] = lambda: None
+        self.set_up_planner(items, is_coordinator=True)
+        plans, _ = self.create_global_plan([self.create_local_plan()])
+        self.finish_plan(plans[0])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what is to be written for an item; an object is serialized, which takes its time."""
+        self.pause()
+        return super().resolve_data(write_item)
+
+
+def write_part(folder: Path, rank: int, identity: str, plan: Plan, pause: Callable[[], object] = lambda: None) -> None:
     """Write one worker's part and wait until it is on the disk.
 
     Args:
         folder: Is made if it is not there.
         rank: Of the worker.
         identity: Of the checkpoint; parts of different checkpoints never go together.
-        items: Tensors on the CPU, and objects of plain data.
-        pause: Called now and then, at least after every MiB.
+        plan: What to write.
+        pause: Called now and then: before every item, and after every `_BLOCK_BYTES` of it.
 
     Raises:
         OSError: The operating system refuses, for example because the disk is full.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plan.pause = pause
     writer = _Writer(folder, rank, identity, pause)
-    planner.set_up_planner(items, is_coordinator=True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    written = writer.write_data(plan, planner)
+    (prepared,) = writer.prepare_global_plan([writer.prepare_local_plan(plan.plan)])
+    written = writer.write_data(prepared, plan)
     written.wait()
-    writer.finish(metadata, [written.value()])
+    writer.finish(plan.metadata, [written.value()])
 
 
 def read_part(folder: Path, rank: int, identity: str, wanted: Callable[[str], bool]) -> Items:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,8 +37,11 @@ class _Tensors:
         self.all: list[Tensor] = []
         self._known: dict[Any, int] = {}
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor in the skeleton: its number, as a scalar."""
+    def place(self, tensor: Tensor) -> Tensor | OrderedDict[str, int]:
+        """Return what stands for a tensor in the skeleton: its number, in a kind of dict that is used for nothing else.
+
+        Tensors that are not strided stand there themselves.
+        """
         tensor = tensor.detach()
         if tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
@@ -46,7 +50,7 @@ class _Tensors:
         if key not in self._known:
             self._known[key] = len(self.all)
             self.all.append(tensor)
-        return torch.tensor(self._known[key], device="cpu")
+        return OrderedDict(tensor=self._known[key])
 
 
 class Staging:
@@ -186,8 +190,8 @@ def _element(value: Any, where: str) -> Any:
 
 
 def _fill(tree: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return tensors[int(tree)] if tree.layout == torch.strided else tree
+    if isinstance(tree, OrderedDict):
+        return tensors[tree["tensor"]]
     if isinstance(tree, dict):
         return {key: _fill(inner, tensors) for key, inner in tree.items()}
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
