@@ -23,8 +23,8 @@ from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 _POLL_S = 0.01
 _FAILED = 2**20  # on the board: a worker that has not written its part, next to a count of those that have
 _AFTER_END_S = 10.0  # how long a process that ends waits for the parts of others
-_SHARE = 0.05  # of one core, that is used for writing beside training
-_SLICE_S = 0.0005  # and how much of it at a time
+_SLICE_S = 0.0005  # of one core: what is used at a time for writing beside training
+_REST = 19  # and how many times as long it is left to training in between
 _PATIENCE_S = 60.0  # where nobody has set a timeout
 
 #: Of models that were saved in the background.
@@ -178,6 +178,7 @@ class Saving:
         self._thread.start()
 
     def _run_beside(self) -> None:
+        self._hurry.wait(_SLICE_S * _REST)  # the call was a slice, too
         self._write()
         with self._report:
             self._communicator.board.add(self._key, 1 if self._report.error is None else _FAILED)
@@ -201,7 +202,7 @@ class Saving:
         if not self._hurry.is_set() and threading.main_thread().is_alive():
             used_s = time.thread_time() - self._used_s
             if used_s > _SLICE_S:
-                self._hurry.wait(used_s * (1 - _SHARE) / _SHARE)
+                self._hurry.wait(used_s * _REST)
                 self._used_s = time.thread_time()
 
     def _commit(self) -> None:
