@@ -23,7 +23,7 @@ from decent_dp.errors import CheckpointError, ConfigurationError, DecentDPError
 _POLL_S = 0.01
 _FAILED = 2**20  # on the board: a worker that has not written its part, next to a count of those that have
 _AFTER_END_S = 10.0  # how long a process that ends waits for the parts of others
-_SLICE_S = 0.0005  # of one core: what is used at a time for writing beside training
+_SLICE_S = 0.001  # of one core: what is used at a time for writing beside training
 _REST = 19  # and how many times as long it is left to training in between
 _PATIENCE_S = 60.0  # where nobody has set a timeout
 
