@@ -89,7 +89,7 @@ def main() -> None:
     """Measure a few sizes and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--saves", type=int, default=24)
     args = parser.parse_args()
     for num_workers in args.workers:
         for width, batch in ((256, 256), (768, 128)):
