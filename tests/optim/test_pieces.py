@@ -1,10 +1,14 @@
 """How tensors are cut, and that what was cut is used again only for the same memory."""
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from decent_dp.optim import AccumAdam, AccumAdamW
-from decent_dp.optim.pieces import Columns, Pieces
+from decent_dp.optim.pieces import _SCRATCH, Columns, Pieces
 
 
 def columns_of(*tensors: torch.Tensor) -> Columns:
@@ -13,9 +17,8 @@ def columns_of(*tensors: torch.Tensor) -> Columns:
 
 def test_copies_lie_as_the_originals_and_apart():
     columns = columns_of(torch.randn(70), torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.ones(()))
-    (kind,) = Pieces(columns, [1, 1, 1], None, whole=True).kinds
-    (batch,) = kind.batches
-    m, v = batch.copies(torch.full((batch.scratch_size,), torch.nan))
+    (kind,) = Pieces(columns, [1, 1, 1], None, whole=False).kinds
+    ((m, v),) = kind.copy_moments()
     for copies, originals in ((m, columns.M), (v, columns.V)):
         for copy, tensor in zip(copies, originals, strict=True):
             assert copy.numel() == tensor.numel()
@@ -146,3 +149,41 @@ def test_are_of_the_same_memory_cut_in_the_same_way():
     assert not made.are_of(columns, [5, 3], False, whole=False)
     other = Columns(*([t.view(torch.bfloat16) for t in column] for column in columns))
     assert not made.are_of(other, [5, 3], None, whole=False)
+
+
+def stepped(size=3_000_000, dtype=torch.float32):
+    p = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    optimizer = AccumAdamW([p], lr=0.1)
+    optimizer.step()
+    return optimizer
+
+
+def test_optimizers_of_a_thread_share_the_memory_for_copies_and_free_it():
+    before = set(_SCRATCH.items())
+    first, second = stepped(), stepped()
+    (memory,) = {id(kind._scratch) for o in (first, second) for kind in o._pieces[0].kinds}
+    assert memory == id(_SCRATCH[threading.get_ident(), torch.float32])
+    narrow = stepped(dtype=torch.bfloat16)
+    assert narrow._pieces[0].kinds[0]._scratch.dtype == torch.bfloat16
+    del first, second, narrow
+    gc.collect()
+    assert set(_SCRATCH.items()) == before
+
+
+def test_threads_share_no_memory_for_copies():
+    optimizer = stepped()
+    here = optimizer._pieces[0].kinds[0]._scratch
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(optimizer.step).result()
+        there = optimizer._pieces[0].kinds[0]._scratch
+    assert there is not here
+
+
+def test_memory_for_copies_made_in_inference_mode_serves_outside_of_it():
+    p = torch.nn.Parameter(torch.ones(3_000_000))
+    p.grad = torch.ones_like(p)
+    first = AccumAdamW([p], lr=0.1)
+    with torch.inference_mode():
+        first.step()
+    stepped().step()

@@ -102,7 +102,7 @@ def accum_adam(
         windows = -(-step // s)
         if kind.use_fused:
             counter = torch.full((), windows, dtype=torch.float32, device=kind.device)
-            scratch = torch.empty(kind.scratch_size if s > 1 else 0, dtype=kind.dtype, device=kind.device)
+            copies = kind.copy_moments()
         for batch, g in zip(kind.batches, kind.gradients(grads), strict=True):
             x, M, V, b = batch.x, batch.M, batch.V, batch.b
             if s > 1 and weight_decay and not decoupled_weight_decay:
@@ -111,7 +111,7 @@ def accum_adam(
             if s == 1:
                 m, v = M, V
             elif kind.use_fused:
-                m, v = batch.copies(scratch)
+                m, v = next(copies)
             else:
                 m, v = [t.clone() for t in M], [t.clone() for t in V]
             if kind.use_fused:

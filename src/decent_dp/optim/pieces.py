@@ -8,7 +8,9 @@ pieces of a batch stay in its cache, elsewhere the size of a batch bounds the me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +28,10 @@ _SMALL_BYTES = 2**18
 # In elements: a whole number of vectors for any dtype.
 _ALIGNMENT = 64
 
+# Memory for the copies on CPUs, by thread and dtype: all optimizers that a thread steps use the same, which stays in
+# its cache, and the last one frees it.
+_SCRATCH: weakref.WeakValueDictionary[tuple[int, torch.dtype], Tensor] = weakref.WeakValueDictionary()
+
 
 class Columns(NamedTuple):
     """Item i of each list belongs to parameter i, or to one piece of it."""
@@ -37,7 +43,10 @@ class Columns(NamedTuple):
 
 
 class Pieces:
-    """All tensors of a step but the gradients. Worth keeping: to sort and to cut takes longer than to look whether."""
+    """All tensors of a step but the gradients. Worth keeping: to sort and to cut takes longer than to look whether.
+
+    Of the thread that made them, since those of one thread share the memory for copies.
+    """
 
     def __init__(self, columns: Columns, steps: Sequence[int], fused: bool | None, *, whole: bool) -> None:
         """Sort and cut.
@@ -61,7 +70,10 @@ class Pieces:
         ]
 
     def are_of(self, columns: Columns, steps: Sequence[int], fused: bool | None, *, whole: bool) -> bool:
-        """Whether they would be made of these in the same way: of tensors in the same memory, a step or some later."""
+        """Whether they would be made of these in the same way: of tensors in the same memory, a step or some later.
+
+        And by the same thread.
+        """
         return self._content is not None and self._content == self._describe(columns, steps, fused, whole)
 
     @staticmethod
@@ -70,7 +82,7 @@ class Pieces:
         if not all(map(is_plain, tensors)):
             return None
         where = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
-        return fused, whole, where, [step - steps[0] for step in steps]
+        return threading.get_ident(), fused, whole, where, [step - steps[0] for step in steps]
 
 
 class Kind:
@@ -93,7 +105,21 @@ class Kind:
                 size = 0
         ranges = zip([0, *self._ends], self._ends, strict=False)
         self.batches = [Batch(Columns(*(column[begin:end] for column in cut))) for begin, end in ranges]
-        self.scratch_size = max(batch.scratch_size for batch in self.batches)
+        self._scratch_size = max(batch.scratch_size for batch in self.batches)
+        self._copies: list[tuple[list[Tensor], list[Tensor]]] | None = None
+        if use_fused and not whole and self.device.type == "cpu":
+            self._scratch = _kept_scratch(self._scratch_size, self.dtype)
+            self._copies = [batch.place_copies(self._scratch) for batch in self.batches]
+
+    def copy_moments(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield for each batch copies of its M and V, which those for the next batch overwrite."""
+        copies: Iterable[tuple[list[Tensor], list[Tensor]]] | None = self._copies
+        if copies is None:
+            scratch = torch.empty(self._scratch_size, dtype=self.dtype, device=self.device)
+            copies = (batch.place_copies(scratch) for batch in self.batches)
+        for batch, (m, v) in zip(self.batches, copies, strict=True):
+            torch._foreach_copy_([*m, *v], [*batch.M, *batch.V])
+            yield m, v
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield the pieces of the gradients, given for all parameters, that belong to each batch."""
@@ -123,16 +149,26 @@ class Batch:
 
     def __init__(self, columns: Columns) -> None:
         self.x, self.M, self.V, self.b = map(list, columns)
-        self._moments = [*self.M, *self.V]
-        sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in self._moments]
+        moments = [*self.M, *self.V]
+        sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in moments]
         *starts, self.scratch_size = accumulate(sizes, initial=0)
-        self._places = [(t.shape, t.stride(), start) for t, start in zip(self._moments, starts, strict=True)]
+        self._places = [(t.shape, t.stride(), start) for t, start in zip(moments, starts, strict=True)]
 
-    def copies(self, scratch: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of M and V in flat memory of at least `scratch_size` elements; they lie in it as M and V do."""
+    def place_copies(self, scratch: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Find room for copies of M and V in flat memory of at least `scratch_size` elements; they lie as those do."""
         copies = [scratch.as_strided(*place) for place in self._places]
-        torch._foreach_copy_(copies, self._moments)
         return copies[: len(self.M)], copies[len(self.M) :]
+
+
+def _kept_scratch(size: int, dtype: torch.dtype) -> Tensor:
+    """Memory for the copies of this thread's batches, on the CPU."""
+    key = threading.get_ident(), dtype
+    scratch = _SCRATCH.get(key)
+    if scratch is None or scratch.numel() < size:
+        with torch.inference_mode(False):  # other optimizers may step outside of it
+            scratch = torch.empty(size, dtype=dtype, device="cpu")
+        _SCRATCH[key] = scratch
+    return scratch
 
 
 def _batch_bytes(device: torch.device) -> int:
