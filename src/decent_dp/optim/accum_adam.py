@@ -187,8 +187,8 @@ class AccumAdam(_AccumulatedAdam):
     torch.optim.Adam, bit for bit.
 
     State per parameter: `step` (an int), `first_moment` M, `second_moment` V, `gradient_mean` b, in the
-    parameter's dtype and memory format: half as much again as Adam. Steps are counted on the host: not for
-    CUDA graphs.
+    parameter's dtype and memory format: half as much again as Adam. On CPUs the optimizers of a thread also share
+    up to 4.5 MiB for each of torch's threads. Steps are counted on the host: not for CUDA graphs.
 
     Args:
         params: Parameters, named parameters or groups, as for any torch.optim.Optimizer.
