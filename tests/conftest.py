@@ -16,6 +16,10 @@ _GRACE_S = 1.0
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # they end with this process
 
 
+# A shell lets what it starts in the background ignore Ctrl+C, and so would all processes of the tests.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 torch.set_num_threads(1)  # small tensors; the other cores belong to the pool
 
 

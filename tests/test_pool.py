@@ -275,6 +275,7 @@ def test_a_death_is_noticed(pool: Pool, how: str, code: str) -> None:
 
 
 def test_an_interrupted_case_is_given_up(pool: Pool) -> None:
+    assert pool.run(sum_of_ranks, 2) == [1.0] * 2  # they are there
     pids = pool.pids()[:2]
     timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
