@@ -53,9 +53,14 @@ def train_and_save(state: dict[str, Any], width: int, batch: int, num_saves: int
 
     for _ in range(5):
         step()
-    plain, after, during, calls, whole = [], [], [], [], []
+    plain, undisturbed, after, during, calls, whole = [], [], [], [], [], []
     for _ in range(num_saves):
-        plain += [seconds(step) for _ in range(4)]
+        before = []
+        for _ in range(4):
+            agreed(True)  # as between the steps below
+            before.append(seconds(step))
+        plain += before
+        undisturbed.append(fmean(before))
         begin = time.perf_counter()
         saving = async_save(model, f"{folder}/async", keep=1)
         calls.append(time.perf_counter() - begin)
@@ -76,7 +81,7 @@ def train_and_save(state: dict[str, Any], width: int, batch: int, num_saves: int
         "step": median(plain),
         "step_after": median(after),
         "ratio": median(after) / median(plain),
-        "ratio_during": median(during) / fmean(plain),
+        "ratio_during": median(during) / median(undisturbed),
         "async_call": median(calls),
         "save": median(whole),
         "load": loading,

@@ -171,6 +171,14 @@ def test_optimizers_of_a_thread_share_the_memory_for_copies_and_free_it():
     assert set(_SCRATCH.items()) == before
 
 
+@pytest.mark.parametrize("size", [1, 65, 400_000, 3_000_000])
+def test_the_memory_for_copies_is_bounded(size):
+    columns = columns_of(*torch.zeros(min(20_000, 12_000_000 // size), size).unbind())
+    (kind,) = Pieces(columns, [1] * len(columns.x), None, whole=False).kinds
+    bound = 4.5 * 2**20 * torch.get_num_threads() + 2 * 4 * 64  # as the docstring of AccumAdam says
+    assert kind._scratch.nbytes <= bound
+
+
 def test_threads_share_no_memory_for_copies():
     optimizer = stepped()
     here = optimizer._pieces[0].kinds[0]._scratch

@@ -99,7 +99,7 @@ class Kind:
         self._ends: list[int] = []
         size = 0
         for end, piece in enumerate(cut.x, start=1):
-            size += piece.numel()
+            size += _align(piece.numel())
             if size > self._capacity // 2 or end == len(cut.x):
                 self._ends.append(end)
                 size = 0
@@ -139,8 +139,8 @@ class Kind:
                 pieces.append(_flatten(tensor))
             else:
                 # A cut falls where a vector of the kernel ends, so that results do not depend on where it is.
-                length = -(-size // (-(-size // self._capacity) * _ALIGNMENT)) * _ALIGNMENT
-                pieces.extend(torch.unsafe_split(_flatten(tensor), int(length)))
+                length = _align(-(-size // int(-(-size // self._capacity))))
+                pieces.extend(torch.unsafe_split(_flatten(tensor), length))
         return pieces
 
 
@@ -150,14 +150,18 @@ class Batch:
     def __init__(self, columns: Columns) -> None:
         self.x, self.M, self.V, self.b = map(list, columns)
         moments = [*self.M, *self.V]
-        sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in moments]
-        *starts, self.scratch_size = accumulate(sizes, initial=0)
+        *starts, self.scratch_size = accumulate((_align(tensor.numel()) for tensor in moments), initial=0)
         self._places = [(t.shape, t.stride(), start) for t, start in zip(moments, starts, strict=True)]
 
     def place_copies(self, scratch: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Find room for copies of M and V in flat memory of at least `scratch_size` elements; they lie as those do."""
         copies = [scratch.as_strided(*place) for place in self._places]
         return copies[: len(self.M)], copies[len(self.M) :]
+
+
+def _align(size: int) -> int:
+    """A number of elements, up to a whole number of vectors."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _kept_scratch(size: int, dtype: torch.dtype) -> Tensor:
