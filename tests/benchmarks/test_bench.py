@@ -221,8 +221,9 @@ def test_overhead() -> None:
 
 
 def test_optimizer() -> None:
-    result = optimizer.measure(width=64, num_layers=1, num_blocks=1, with_package=False)
-    assert result["x_torch_fused"] > 0
+    result = optimizer.measure(width=64, num_layers=1, num_processes=2, num_blocks=1, with_package=False)
+    assert len(result["x_torch_fused"]) == 2
+    assert min(result["x_torch_fused"]) > 0
 
 
 def test_wrap_time() -> None:
