@@ -114,13 +114,15 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown(
-    title: str, facts: Mapping[str, Any], command: str, lines: Sequence[Sequence[str]], legend: str, picture: str
+    title: str, facts: Mapping[str, Any], command: str, lines: Sequence[Sequence[str]], legend: str, picture: str = ""
 ) -> str:
-    """A report: facts, command, table with its head in the first line, legend, picture."""
+    """A report: facts, command, table with its head in the first line, legend, picture if there is one."""
     head, *rest = lines
     rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] + ["---:"] * (len(head) - 1), *rest)]
     listed = [f"- {name}: {value}" for name, value in facts.items()]
-    parts = [f"# {title}", "", *listed, "", f"    {command}", "", *rows, "", legend, "", f"![]({picture})"]
+    parts = [f"# {title}", "", *listed, "", f"    {command}", "", *rows, "", legend]
+    if picture:
+        parts += ["", f"![]({picture})"]
     return "\n".join(parts) + "\n"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, exchange_cpu, lab, limits, link, memory, optimizer, overhead, report, wrap_time
+from benchmarks import bench, costs, exchange_cpu, lab, limits, link, memory, optimizer, overhead, report, wrap_time
 from benchmarks.crew import ROOT, Crew, CrewError
 from benchmarks.lab import Lab
 from benchmarks.work import Emulated
@@ -230,3 +230,29 @@ def test_wrap_time() -> None:
     result = wrap_time.measure(num_workers=2, parameters_mib=0.5, num_repeats=1)
     assert result["num_groups_at_256"] == 1
     assert result["seconds"] > 0
+
+
+def test_costs_in_one_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = {"ours:ring": {"resident_x_params": 1.0}, "package:ring": {"resident_x_params": 1.25}}
+    results = {
+        "exchange_cpu": {"num_bytes": 100_000_000, "cpu_ms": {"ours": 30.0, "package": 60.0}, "ratio": 0.5},
+        "optimizer": {
+            "num_parameters": 12_600_000,
+            "cpu_ms": {"torch fused AdamW": 6.0, "ours": 12.0, "package": 48.0},
+            "x_torch_fused": [2.0, 1.9, 2.2],
+            "x_faster_than_package": [4.0, 5.0, 3.0],
+        },
+        "overhead": {"num_parameters": 25_500_000, "plain_ms": 400.0, "wrapped_ms": 404.0},
+        "memory": {"sides": room},
+        "wrap_time": {"num_workers": 8, "num_groups_at_256": 1, "seconds": 0.5},
+    }
+    monkeypatch.setattr(costs, "measure", lambda package_python: results)
+    costs.main(["--package-python", sys.executable, "--output", str(tmp_path)])
+    ratios = [line[-1] for line in costs.table(results)]
+    assert ratios == ["ratio", "0.50", "2.00", "0.25", "1.010", "0.80", "", ""]
+    written, numbers = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert "| memory, ring | 1.000 | decent-dp 0.2.3, ring | 1.250 | 0.80 |" in written.read_text()
+    assert json.loads(numbers.read_text())["overhead"] == results["overhead"]
+    assert str(written) in capsys.readouterr().out
