@@ -23,7 +23,7 @@ from benchmarks.record import provenance
 _TITLE = "Costs beside the time on the wire"
 _LEGEND = (
     "ratio: this library over what stands beside it, both measured in one run. CPU ms of an exchange are those of a "
-    "worker beyond the bare loop. Optimizers are measured in several processes of each side, and the ratios are medians "
+    "worker beyond the bare loop. Optimizers are measured in several processes of each side; ratios are medians "
     "over these. Memory is what is resident beyond parameters, gradients and momentum, over the parameters."
 )
 
